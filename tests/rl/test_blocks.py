@@ -36,7 +36,7 @@ class Host:
         return read_item(view[item.offset : item.offset + item.nbytes])
 
     def close(self) -> None:
-        self.writer.close()
+        self.writer.blocks.clear()
         self.forget(list(self.held))
 
 

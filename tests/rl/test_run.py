@@ -1,4 +1,4 @@
-"""Whole GRPO runs of a tiny model on a real Ray: modes, resume, and deaths."""
+"""Runs of GRPO with a tiny model on a real Ray: modes, resume, and deaths."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ class NoLog:
     def log(self, *_):
         pass
 
-    progress = live = rewind = begin_anew = note = log
+    progress = live = show = rewind = begin_anew = note = log
 
 
 def trainer_of(tmp_path, total, stop=None, **changes):

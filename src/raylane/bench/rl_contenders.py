@@ -264,7 +264,7 @@ def start_halves(parts: LoopParts, stack: contextlib.ExitStack) -> list[LoopCont
         first = sent[0] * case.prompts
         sent[0] += 1
         prompts = [parts.prompts.prompt(first + i) for i in range(case.prompts)]
-        calls.append(engine.make.remote(PromptBatch(sent[0], 0, prompts, 0)))
+        calls.append(engine.make.remote(PromptBatch(0, prompts, 0)))
 
     sent = [0]
     send()

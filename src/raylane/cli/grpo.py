@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from raylane.cli.sft import add_config_arguments, set_up_logging
+from raylane.cli.sft import add_config_arguments, config_words, set_up_logging
 
 if TYPE_CHECKING:
     from raylane.rl.trainer import GrpoResult
@@ -19,15 +19,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train until the configured end and return the exit status: 130 after Ctrl-C, else 0."""
-    from raylane.errors import ConfigError
     from raylane.rl.config import load_config
 
     set_up_logging("info")
-    words = [word for word in (args.config, *args.overrides) if word is not None]
-    path = args.config_option if args.config_option is not None else words.pop(0) if words else None
-    if path is None:
-        raise ConfigError("no configuration is named; give CONFIG, the path of a YAML file")
-    config = load_config(path, words)
+    config = load_config(*config_words(args))
     set_up_logging(config.logger.log_level)
     try:
         from raylane.rl import trainer

@@ -35,19 +35,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser)
 
 
-def load(args: argparse.Namespace) -> RunConfig:
-    """Return the configuration that CONFIG and the overrides describe, with its log level in effect."""
+def config_words(args: argparse.Namespace) -> tuple[str, list[str]]:
+    """Return the path of the configuration and the overrides. ConfigError if no configuration is named."""
     from raylane.errors import ConfigError
-    from raylane.sft.config.load import load_config
-    from raylane.sft.nemo.dialect import NEMO_RL
-    from raylane.sft.run.places import check_places, fetch_models
 
-    set_up_logging("info")  # the file names its own level, and reading the file may log already
     words = [word for word in (args.config, *args.overrides) if word is not None]
     # With --config, argparse takes the first override for CONFIG.
     path = args.config_option if args.config_option is not None else words.pop(0) if words else None
     if path is None:
         raise ConfigError("no configuration is named; give CONFIG, the path of a YAML file")
+    return path, words
+
+
+def load(args: argparse.Namespace) -> RunConfig:
+    """Return the configuration that CONFIG and the overrides describe, with its log level in effect."""
+    from raylane.sft.config.load import load_config
+    from raylane.sft.nemo.dialect import NEMO_RL
+    from raylane.sft.run.places import check_places, fetch_models
+
+    set_up_logging("info")  # the file names its own level, and reading the file may log already
+    path, words = config_words(args)
     config = load_config(path, words, NEMO_RL)
     set_up_logging(config.logger.log_level)
     check_places(config)

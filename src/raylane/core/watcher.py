@@ -17,6 +17,8 @@ import socket
 import threading
 from collections.abc import Callable
 
+from raylane.core.place import start_ticks
+
 log = logging.getLogger("raylane.core")
 
 
@@ -89,6 +91,18 @@ class Watcher:
             if source is None or source.ended():
                 source = self._by_pid[pid] = _WatchedDescriptor(os.pidfd_open(pid), select.POLLIN, pid)
             return self._add(source, on_end)
+
+    def watch_identified(self, pid: int, ticks: int, on_end: Callable[[], None]) -> Watch | None:
+        """Do the same as `watch` for the process that was started at `ticks`; return None if it has ended."""
+        try:
+            watch = self.watch(pid, on_end)
+        except ProcessLookupError:
+            return None
+        # Only now: the process that is watched cannot be replaced by another one any more.
+        if start_ticks(pid) == ticks:
+            return watch
+        watch.forget()
+        return None
 
     def watch_connection(self, sock: socket.socket, on_end: Callable[[], None]) -> Watch:
         """Call `on_end` once, on the watcher's thread, when either side or the kernel has ended the connection.

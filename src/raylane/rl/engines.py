@@ -6,9 +6,7 @@ answers. What is sent when is decided by `schedule`.
 
 from __future__ import annotations
 
-import logging
 import os
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,6 +18,7 @@ from raylane.rl.config import GrpoRunConfig
 from raylane.rl.prompts import PromptSet, load_tokenizer
 from raylane.rl.queue.book import ItemTicket
 from raylane.rl.queue.handle import TrajectoryQueue
+from raylane.rl.rewards import load_rewards
 from raylane.rl.rollout import (
     Engine,
     Prompt,
@@ -28,18 +27,16 @@ from raylane.rl.rollout import (
     RolloutReport,
     SamplingOptions,
     TransformersEngine,
-    load_rewards,
 )
 from raylane.rl.schedule import PromptWork, Schedule, dispatch
 from raylane.training.vocabulary import Vocabulary
 
-_log = logging.getLogger(__name__)
 _LOOK_S = 1.0
 """Seconds after which a wait for groups looks for errors of the actors."""
 
 
-class RolloutProcess:
-    """Actor that samples; builds engine, tokenizer and rewards in its process."""
+class RolloutProcess(RolloutActor):
+    """Rollout actor that builds its engine, tokenizer and rewards in its own process."""
 
     def __init__(
         self, config: GrpoRunConfig, vocabulary: Vocabulary, number: int, queue: TrajectoryQueue, folder: str
@@ -48,8 +45,6 @@ class RolloutProcess:
         import torch
 
         torch.set_num_threads(config.rollout.cpus)
-        if folder not in sys.path:
-            sys.path.append(folder)
         options = SamplingOptions(
             config.grpo.samples_per_prompt,
             config.rollout.max_new_tokens,
@@ -58,23 +53,15 @@ class RolloutProcess:
             config.rollout.temperature,
             config.grpo.seed,
         )
-        self._actor = RolloutActor(
+        super().__init__(
             number,
             make_engine(config),
             load_tokenizer(config),
-            load_rewards(config.grpo.named_rewards),
+            load_rewards(config.grpo.named_rewards, folder),
             options,
             queue,
             config.rollout.timeout_s,
         )
-
-    def make(self, batch: PromptBatch) -> RolloutReport:
-        """Sample, score and put groups; see `RolloutActor.make`."""
-        return self._actor.make(batch)
-
-    def answer(self, prompts: Sequence[Prompt], at_least: int, temperature: float) -> list[tuple[str, float, int]]:
-        """Return one answer to each prompt; see `RolloutActor.answer`."""
-        return self._actor.answer(prompts, at_least, temperature)
 
 
 def make_engine(config: GrpoRunConfig) -> Engine:
@@ -152,19 +139,21 @@ class Rollouts:
                     raise self._error
             try:
                 # A short wait, again and again: an error of the actors must end it.
-                found = self.queue.take_tickets(count - len(taken), at_least=1, timeout=_LOOK_S)
+                groups = self.queue.take_tickets(count - len(taken), at_least=1, timeout=_LOOK_S)
             except QueueTimeoutError:
                 continue
             refused = []
             with self._lock:
-                for group in found:
-                    ((key, ((made_by, _), *_)),) = [(ticket.group, ticket.versions) for ticket in group]
-                    if not self._schedule.accepts(key):
+                for group in groups:
+                    # All answers to a prompt are one item, made by one version of the weights.
+                    (ticket,) = group
+                    ((weights_step, _),) = ticket.versions
+                    if not self._schedule.accepts(ticket.group):
                         refused.append(group)
-                    elif step - made_by > lag:
+                    elif step - weights_step > lag:
                         refused.append(group)
                         self.stale += 1
-                        self._schedule.make_again(key[1])
+                        self._schedule.make_again(ticket.group[1])
                     else:
                         taken.append(group)
                 self._dispatch()
@@ -173,8 +162,8 @@ class Rollouts:
         # By prompt, not by arrival: with lag 0 a run is exact.
         return sorted(taken, key=lambda group: group[0].group)
 
-    def answers(self, prompts: Sequence[Prompt], step: int, temperature: float) -> list[tuple[str, float, int]]:
-        """Return text, reward and tokens of an answer to each prompt, with the weights after so many steps. Waits."""
+    def answers(self, prompts: Sequence[Prompt], step: int, temperature: float) -> list[tuple[str, float]]:
+        """Return text and reward of an answer to each prompt, with the weights after so many steps. Waits."""
         while True:
             with self._lock:
                 actors = list(self._actors)
@@ -230,7 +219,7 @@ class Rollouts:
 
     def _send(self, engine: int, work: PromptWork) -> None:
         prompts = [self._prompts.prompt(number) for number in work.prompts]
-        batch = PromptBatch(work.number, self._schedule.epoch, prompts, work.at_least)
+        batch = PromptBatch(self._schedule.epoch, prompts, work.at_least)
         self._calls[self._actors[engine].make.remote(batch)] = engine, work
 
     def _wait_for_calls(self) -> None:

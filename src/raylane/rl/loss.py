@@ -140,8 +140,8 @@ class LogprobRecorder:
         """Note the log-probabilities of a micro-batch."""
         sampled = batch["labels"] != IGNORED
         distribution = F.log_softmax(logits[sampled].float() / self.temperature, dim=-1)
-        found = distribution.gather(1, batch["labels"][sampled][:, None]).squeeze(1)
-        self.logprobs[batch["row_number"][sampled], batch["place"][sampled]] = found
+        logprobs = distribution.gather(1, batch["labels"][sampled][:, None]).squeeze(1)
+        self.logprobs[batch["row_number"][sampled], batch["place"][sampled]] = logprobs
         return logits.sum() * 0.0
 
 

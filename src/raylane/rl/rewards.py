@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import math
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,8 +30,6 @@ def load_reward(name: str, weight: float = 1.0) -> Reward:
     module, colon, attribute = name.partition(":")
     if not colon or not module or not attribute:
         raise ConfigError(f"a reward must be named as module:function, got {name!r}", key="grpo.rewards")
-    if os.getcwd() not in sys.path:  # the `raylane` command does not search it by itself
-        sys.path.append(os.getcwd())
     try:
         function = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
@@ -44,6 +41,13 @@ def load_reward(name: str, weight: float = 1.0) -> Reward:
     if not callable(function):
         raise ConfigError(f"the reward {name} is a {type(function).__name__}; name a function", key="grpo.rewards")
     return Reward(name, weight, function)
+
+
+def load_rewards(names: Sequence[tuple[str, float]], folder: str) -> list[Reward]:
+    """Return reward functions by name and weight; their modules may lie in `folder`, where the driver runs."""
+    if folder not in sys.path:  # neither the `raylane` command nor an actor searches it by itself
+        sys.path.append(folder)
+    return [load_reward(name, weight) for name, weight in names]
 
 
 def score(rewards: Sequence[Reward], answer: str, row: Mapping[str, Any]) -> tuple[float, list[float]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -19,7 +19,7 @@ import torch
 from raylane import weights
 from raylane.rl.generation import Answers, generate
 from raylane.rl.queue.handle import TrajectoryQueue
-from raylane.rl.rewards import Reward, load_reward, score
+from raylane.rl.rewards import Reward, score
 
 
 class Prompt(NamedTuple):
@@ -48,8 +48,6 @@ class SamplingOptions:
 class PromptBatch:
     """Prompts for one call of a rollout actor."""
 
-    number: int
-    """Number of the batch in this run."""
     epoch: int
     """Number of the times that the trainer went back to a checkpoint: groups of an earlier epoch are not used."""
     prompts: Sequence[Prompt]
@@ -62,7 +60,6 @@ class RolloutReport:
     """Figures of one call, for the log and the timeline."""
 
     engine: int
-    batch: int
     step: int
     """Optimizer steps in the weights that were used."""
     began_s: float
@@ -70,11 +67,9 @@ class RolloutReport:
     ended_s: float
     update_s: float
     """Seconds that the update of the weights took, without the wait for the trainer."""
-    waited_s: float
-    """Seconds that the actor waited for weights or for room in the queue."""
     tokens: int
     """Sampled tokens."""
-    rewards: tuple[float, ...] = ()
+    rewards: tuple[float, ...]
     """Mean of each reward."""
 
 
@@ -135,11 +130,9 @@ class RolloutActor:
     options: SamplingOptions
     queue: TrajectoryQueue
     timeout_s: float = 600.0
-    _ready: bool = field(default=False)
 
     def make(self, batch: PromptBatch) -> RolloutReport:
         """Sample and score answers to prompts, and put a group for each prompt into the queue; return its figures."""
-        called = time.time()
         update_s = self.engine.update(batch.at_least, self.timeout_s)
         began, samples = time.time(), self.options.samples
         repeated = [prompt.tokens for prompt in batch.prompts for _ in range(samples)]
@@ -162,7 +155,6 @@ class RolloutActor:
                 "lengths": answers.lengths[at].cpu(),
                 "rewards": torch.tensor([total for total, _ in scores]),
                 "step": self.engine.step,
-                "number": prompt.number,
             }
             groups.append((group, (batch.epoch, prompt.number), sum(lengths[at])))
         ended = time.time()
@@ -170,26 +162,18 @@ class RolloutActor:
             self.queue.put(group, group=key, versions=((self.engine.step, tokens),), timeout=self.timeout_s)
         # Before the answer: the driver counts this batch as made, and would not notice what is lost with this process.
         self.queue.flush(timeout=self.timeout_s)
-        waited = began - called - update_s + time.time() - ended
         # Plain numbers: reports go through Ray's control messages.
         means = tuple((sums / len(repeated)).tolist())
-        return RolloutReport(
-            self.number, batch.number, self.engine.step, began, ended, update_s, waited, sum(lengths), means
-        )
+        return RolloutReport(self.number, self.engine.step, began, ended, update_s, sum(lengths), means)
 
-    def answer(self, prompts: Sequence[Prompt], at_least: int, temperature: float) -> list[tuple[str, float, int]]:
-        """Return text, reward and tokens of one answer to each prompt, with weights of so many steps or more."""
+    def answer(self, prompts: Sequence[Prompt], at_least: int, temperature: float) -> list[tuple[str, float]]:
+        """Return text and reward of one answer to each prompt, with weights of so many steps or more."""
         self.engine.update(at_least, self.timeout_s)
         # One answer each: a validation measures the model, not the best of several tries.
-        options = SamplingOptions(
-            1, self.options.new_tokens, self.options.end_ids, self.options.pad_id, temperature, self.options.seed
-        )
+        options = replace(self.options, samples=1, temperature=temperature)
         answers = self.engine.sample([prompt.tokens for prompt in prompts], options, seed_of(options.seed, 0, 0))
         texts = self._texts(answers)
-        return [
-            (text, score(self.rewards, text, prompt.row)[0], int(length))
-            for text, prompt, length in zip(texts, prompts, answers.lengths, strict=True)
-        ]
+        return [(text, score(self.rewards, text, prompt.row)[0]) for text, prompt in zip(texts, prompts, strict=True)]
 
     def _texts(self, answers: Answers) -> list[str]:
         """Return the answers as text, without their end tokens."""
@@ -206,8 +190,3 @@ class RolloutActor:
 def seed_of(seed: int, epoch: int, number: int) -> int:
     """Return a seed that is distinct for every batch of a run, and equal on every machine."""
     return (seed * 1_000_003 + epoch * 7_919 + number * 65_537 + 1) % 2**63
-
-
-def load_rewards(names: Sequence[tuple[str, float]]) -> list[Reward]:
-    """Return reward functions by name and weight."""
-    return [load_reward(name, weight) for name, weight in names]

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from raylane.errors import DataError
+from raylane.training.storage import write_jsonl
 
 DIGITS = 5
 HELD_OUT_OF = 10
@@ -39,20 +39,7 @@ def write_sets(folder: str | Path, count: int = 20_000, held_out: int = 500, see
         "train": [{"prompt": number, "answer": _sorted(number)} for number in trained[count : 2 * count]],
         "validation": [{"prompt": number, "answer": _sorted(number)} for number in tested],
     }
-    folder, lines = Path(folder), {}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, rows in sets.items():
-            texts = [json.dumps(row) + "\n" for row in rows]
-            draft = folder / f"{name}.jsonl.draft"
-            draft.write_text("".join(texts), encoding="utf-8")
-            draft.replace(folder / f"{name}.jsonl")
-            lines[name] = len(texts)
-    except OSError as error:
-        raise DataError(
-            f"cannot write to {folder}: {error}. Choose another folder with --out", path=str(folder)
-        ) from error
-    return lines
+    return write_jsonl(Path(folder), {name: map(json.dumps, rows) for name, rows in sets.items()})
 
 
 def _sorted(number: str) -> str:

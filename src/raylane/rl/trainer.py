@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import resource
 import time
 from collections.abc import Sequence
@@ -22,20 +23,21 @@ from typing import Any
 
 from raylane import weights
 from raylane.core import trace_file
-from raylane.errors import CheckpointDamagedError, QueueLostError, WorkerLostError
+from raylane.errors import QueueLostError, WorkerLostError
 from raylane.rl.config import GrpoRunConfig
 from raylane.rl.engines import Rollouts
 from raylane.rl.policy import GrpoPolicy
 from raylane.rl.prompts import PromptSet, load_tokenizer, vocabulary_of
 from raylane.rl.queue.handle import TrajectoryQueue
-from raylane.rl.rollout import Prompt, load_rewards
+from raylane.rl.rewards import load_rewards
+from raylane.rl.rollout import Prompt
 from raylane.rl.timeline import Timeline
 from raylane.training import storage
 from raylane.training.checkpoint import folders, publishing
 from raylane.training.checkpoint.folders import Saved
 from raylane.training.report.metrics import MetricsLog
 from raylane.training.run import ray_session
-from raylane.training.run.opening import open_folders
+from raylane.training.run.opening import open_folders, restart_text
 from raylane.training.run.places import check_places, fetch_models
 from raylane.training.run.record import RunRecord
 from raylane.training.run.skipped_steps import SkippedSteps
@@ -89,7 +91,8 @@ def run(config: GrpoRunConfig) -> GrpoResult:
     held_out: list[Prompt] = []
     if config.data.validation is not None:
         held_out = PromptSet.read(config.data.validation, config, tokenizer).first(config.data.val_prompts)
-    load_rewards(config.grpo.named_rewards)  # an error of their names is clearer here than in an actor
+    # An error of their names is clearer here than in an actor.
+    load_rewards(config.grpo.named_rewards, os.getcwd())
     with RunRecord(config) as record, open_folders(config, record) as (log, resumed), ExitStack() as stack:
         with block_sigterm():
             stack.enter_context(ray_session.connect(config.cluster))
@@ -179,14 +182,8 @@ class GrpoTrainer:
 
         With `anew`, records of an earlier run in the same folder are moved aside if there is no checkpoint.
         """
-        while saved is not None:
-            try:
-                self.policy.load(saved.path)
-                break
-            except CheckpointDamagedError as damage:
-                saved = folders.fall_back(saved, self._config.checkpointing, damage)
         if saved is not None:
-            self.saved = saved
+            self.saved = saved = folders.load_whole(saved, self._config.checkpointing, self.policy.load)
             _log.info("resuming from %s, step %d of %d", saved.path, self.done, self._config.grpo.max_num_steps)
             self._log.rewind(self.done)
         elif not anew:
@@ -232,12 +229,7 @@ class GrpoTrainer:
     def _restart(self, lost: WorkerLostError | QueueLostError) -> None:
         """Start the workers again, and go back to the last checkpoint, or to the first step."""
         reason = str(lost.fields.get("reason", f"{lost}."))
-        source = (
-            f"from {self.saved.path}" if self.saved is not None else "from the first step, as no checkpoint was saved"
-        )
-        self.note(
-            f"{reason} Starting all workers again {source} ({self._restarts} of {self._config.grpo.max_restarts})"
-        )
+        self.note(restart_text(reason, self.saved, self._restarts, self._config.grpo.max_restarts))
         self.policy.recover()
         self._validated = {step for step in self._validated if self.saved is not None and step <= self.saved.step}
         # A new epoch of the schedule begins: what the engines have made since is not used.
@@ -299,10 +291,7 @@ class GrpoTrainer:
             metrics[f"reward_{name.rpartition(':')[2]}"] = sum(each[number] for each in rewards) / len(rewards)
         self._log.log(step, metrics, "train")
         shown = {name: metrics[name] for name in _PROGRESS_METRICS}
-        if step % grpo.log_interval == 0 or step == grpo.max_num_steps:
-            self._log.progress(step, grpo.max_num_steps, shown)
-        else:
-            self._log.live(step, grpo.max_num_steps, shown)
+        self._log.show(step, grpo.max_num_steps, shown, grpo.log_interval)
 
     def _is_due(self, period: int) -> bool:
         return period > 0 and self.done % period == 0
@@ -316,7 +305,7 @@ class GrpoTrainer:
         # The trainer waits here, so the newest weights that the engines can take are those of this step.
         greedy = self.rollouts.answers(self._held_out, self.done, 0.0)
         sampled = self.rollouts.answers(self._held_out, self.done, self._config.rollout.temperature)
-        means = [sum(reward for _, reward, _ in answers) / len(answers) for answers in (greedy, sampled)]
+        means = [sum(reward for _, reward in answers) / len(answers) for answers in (greedy, sampled)]
         accuracy = Accuracy(*means)
         self.first, self.last = self.first or accuracy, accuracy
         self.timeline.add("driver", "validation", began, time.time())
@@ -326,7 +315,7 @@ class GrpoTrainer:
             self._config.grpo.max_num_steps,
             {"val_greedy": accuracy.greedy, "val_sampled": accuracy.sampled},
         )
-        for prompt, (text, _, _) in list(zip(self._held_out, greedy, strict=True))[: self._config.grpo.shown_answers]:
+        for prompt, (text, _) in list(zip(self._held_out, greedy, strict=True))[: self._config.grpo.shown_answers]:
             asked = prompt.row[self._config.data.prompt_key]
             self._log.sample(self.done, asked if isinstance(asked, str) else json.dumps(asked), text)
 

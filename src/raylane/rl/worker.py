@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -17,9 +18,7 @@ from raylane.rl.loss import GrpoLoss, GrpoOptions, LogprobRecorder, LossSums, na
 from raylane.rl.queue.book import ItemTicket
 from raylane.rl.queue.handle import TrajectoryQueue
 from raylane.rl.rows import AnswerCounts, RowOptions, answer_rows, batch_of
-from raylane.training.model.build import build_model
 from raylane.training.model.defaults import with_own_defaults_in_methods
-from raylane.training.model.hf_config import model_config
 from raylane.training.model.supervised import RunModel, release_gathered
 from raylane.training.run import step
 from raylane.training.run.micro_batches import FixedRows, division
@@ -40,12 +39,8 @@ class GrpoWorker(TrainingWorker[GrpoRunConfig, Vocabulary]):
     def setup(self, config: GrpoRunConfig, vocabulary: Vocabulary, total_steps: int) -> dict[str, Any]:
         """Build model, optimizer and loss, and with `grpo.kl_coef` the reference model. Replaces an earlier setup."""
         facts = super().setup(config, vocabulary, total_steps)
-        grpo, policy = self.config.grpo, self.config.policy
         # Built from the same folder; checkpoints change only the model that is trained.
-        self._reference: RunModel | None = None
-        if grpo.kl_coef:
-            hf_config = model_config(policy, vocabulary.vocab_size, vocabulary.pad_id, vocabulary.end_id)
-            self._reference = build_model(hf_config, policy, self.mesh, self.device, grpo.seed)
+        self._reference: RunModel | None = self.new_model() if self.config.grpo.kl_coef else None
         self._step_metrics: dict[str, float] = {}
         """Metrics of the rows of the step that is under way."""
         return facts
@@ -70,9 +65,9 @@ class GrpoWorker(TrainingWorker[GrpoRunConfig, Vocabulary]):
         started = time.perf_counter()
         reader, readers = self.mesh.reader, self.mesh.dims.readers
         share = len(tickets) // readers
-        own = tickets[reader * share : (reader + 1) * share]
+        own_tickets = tickets[reader * share : (reader + 1) * share]
         # Without a copy: `batch_of` copies into padded rows, and the driver acknowledges after the step.
-        groups = [group for (group,) in self._queue.open(own, copy=False)]
+        groups = [group for (group,) in self._queue.open(own_tickets, copy=False)]
         batch = self._batch(groups, number, whole=with_passes)
         if self._reference is not None:
             batch["reference_logprobs"] = self._logprobs(self._reference, batch)
@@ -83,34 +78,17 @@ class GrpoWorker(TrainingWorker[GrpoRunConfig, Vocabulary]):
         """End the step whose passes have run; return its metrics."""
         return {**super().end_step(), **self._more_metrics()}
 
-    def logprobs(self, tickets: Sequence[Sequence[ItemTicket]]) -> list[torch.Tensor]:
-        """Return the log-probability of every token of every answer [G, R] with the present weights. For checks."""
-        groups = [group for (group,) in self._queue.open(tickets)]
-        options = self._row_options(keeps_all=True)
-        rows, counts = answer_rows(groups, options)
-        size = self.config.policy.train_micro_batch_size
-        batch = batch_of(rows, -(-len(rows) // size) * size, counts, options)
-        found = self._logprobs(self.model, batch)
-        results, row = [], 0
-        for group in groups:
-            first = len(group["prompt"]) - 1
-            count, longest = group["tokens"].shape
-            results.append(found[row : row + count, first : first + longest].clone())
-            row += count
-        self._end_other_work()
-        return results
-
     def _batch(self, groups: Sequence[dict[str, Any]], number: int, *, whole: bool) -> BatchDict:
         """Return this worker's rows, equally many on all workers; note their metrics. Collective."""
         # Edges of a pipeline are planned for a fixed number of micro-batches, so no answer may be left out there.
         keeps_all = whole or self.config.grpo.kl_coef > 0
         options = self._row_options(keeps_all=keeps_all)
-        rows, own = answer_rows(groups, options)
+        rows, own_counts = answer_rows(groups, options)
         rewards = torch.stack([group["rewards"] for group in groups])
         lags = [float(number - group["step"]) for group in groups]
         sums = torch.tensor(
             [
-                *map(float, (own.answers, own.tokens, own.kept, own.kept_tokens)),
+                *map(float, astuple(own_counts)),
                 float(rewards.sum()),
                 float(rewards.std(dim=1, correction=0).sum()),
                 float((rewards.max(dim=1).values > rewards.min(dim=1).values).sum()),
@@ -166,8 +144,8 @@ class GrpoWorker(TrainingWorker[GrpoRunConfig, Vocabulary]):
         # Workers that share rows have different tokens or stages of them.
         dist.all_reduce(recorder.logprobs, dist.ReduceOp.MAX)
         release_gathered(model)
-        own = recorder.logprobs[first : first + rows].cpu()
-        return torch.where(own.isinf(), 0.0, own)
+        own_logprobs = recorder.logprobs[first : first + rows].cpu()
+        return torch.where(own_logprobs.isinf(), 0.0, own_logprobs)
 
     def _more_metrics(self) -> dict[str, float]:
         """Return the metrics of the rows and of the loss of the step that has ended. Collective."""

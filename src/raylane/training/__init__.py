@@ -1,4 +1,4 @@
-"""What every training on worker groups shares: configuration, model, checkpoints, workers and the driver's handle.
+"""Parts that every training on worker groups shares: configuration, model, checkpoints, workers, driver's handle.
 
     config      sections of a configuration, its files and overrides, checks of sizes
     labels      label of a position without a loss

@@ -18,14 +18,14 @@ import secrets
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeAlias, cast
 from urllib.parse import unquote, urlsplit
 
-from raylane.errors import ConfigError
+from raylane.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -301,6 +301,27 @@ def new_draft(folder: Path) -> Path:
     draft = folder.with_name(f"{folder.name}.draft-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}")
     draft.mkdir()
     return draft
+
+
+def write_jsonl(folder: Path, sets: Mapping[str, Iterable[str]]) -> dict[str, int]:
+    """Write lines into NAME.jsonl in a folder, which is created if needed; return the number of lines by name.
+
+    Readers see the old or the new content of a file. DataError if a file cannot be written.
+    """
+    counts = {}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, lines in sets.items():
+            texts = [line + "\n" for line in lines]
+            draft = folder / f"{name}.jsonl.draft"
+            draft.write_text("".join(texts), encoding="utf-8")
+            draft.replace(folder / f"{name}.jsonl")
+            counts[name] = len(texts)
+    except OSError as error:
+        raise DataError(
+            f"cannot write to {folder}: {error}. Choose another folder with --out", path=str(folder)
+        ) from error
+    return counts
 
 
 @contextmanager

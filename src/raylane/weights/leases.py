@@ -17,7 +17,6 @@ from typing import Any
 
 import ray
 
-from raylane.core.place import start_ticks
 from raylane.core.watcher import Watch, watcher
 from raylane.weights.readers import LeaseEvent, ReaderKey
 
@@ -81,15 +80,7 @@ class WatchedReaders:
         def note_end() -> None:
             loop.call_soon_threadsafe(lambda: loop.create_task(self._note_end(key)))
 
-        try:
-            watch = watcher.watch(key.pid, note_end)
-        except ProcessLookupError:
-            return None
-        # Only now: the process that is watched cannot be replaced by another one any more.
-        if start_ticks(key.pid) == key.start_ticks:
-            return watch
-        watch.forget()
-        return None
+        return watcher.watch_identified(key.pid, key.start_ticks, note_end)
 
     async def _note_end(self, key: ReaderKey) -> None:
         async with self._changed:

@@ -146,7 +146,7 @@ class NamedReaders:
         """Number of the newest committed version."""
         self._commits: deque[tuple[int, float]] = deque(maxlen=MOST_COMMITS)
         """Numbers and times of the last commits."""
-        self._left: deque[ReaderKey] = deque(maxlen=MOST_LEFT)
+        self._departed: deque[ReaderKey] = deque(maxlen=MOST_LEFT)
         """Readers that have left."""
 
     def __len__(self) -> int:
@@ -167,7 +167,7 @@ class NamedReaders:
 
     def apply(self, key: ReaderKey, number: int, turn: int, now_s: float) -> bool:
         """Note that a reader uses a version, as its call of this turn says. Return True if the reader is new."""
-        if key in self._left:
+        if key in self._departed:
             return False
         new = self.join(key, now_s)
         reader = self._readers[key]
@@ -199,7 +199,7 @@ class NamedReaders:
             if reader.lease is LeaseState.ENDED:
                 del self._readers[key]
                 if event is LeaseEvent.LEFT:
-                    self._left.append(key)
+                    self._departed.append(key)
             changed |= reader.lease is not before
         return changed
 

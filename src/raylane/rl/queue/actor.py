@@ -82,7 +82,7 @@ class QueueActor:
         """
         for commit in commits:
             key, entries = BlockKey(member, commit.block), commit.entries
-            while entries or commit.is_full:
+            while True:
                 room = await self._room(key, commit.place, entries)
                 self._check(member)
                 if self._closed or member in self._ended:
@@ -103,21 +103,25 @@ class QueueActor:
             room = self._book.room(key, place, entries)
             return self._closed or key.producer in self._stranded or not entries or room > 0
 
-        await self._wait(enough)
+        await self._until(enough)
         return room
 
     async def take(self, member: int, count: int, at_least: int, timeout_s: float | None) -> list[list[ItemTicket]]:
         """Wait for `at_least` groups; hand out up to `count`. Fewer only after the end of a queue that was closed."""
         ready = self._book.ready
-        await self._wait(
-            lambda: (
-                ready() >= at_least
-                or member in self._stranded
-                or (self._closed and (ready() > 0 or self._book.is_drained()))
-            ),
-            timeout_s,
-            lambda: f"{ready()} of {at_least} groups are there",
-        )
+
+        def enough() -> bool:
+            ends = self._closed and (ready() > 0 or self._book.is_drained())
+            return ready() >= at_least or member in self._stranded or ends
+
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._until(enough)
+        except TimeoutError:
+            raise QueueTimeoutError(
+                f"after {timeout_s:.3g} s {ready()} of {at_least} groups are there. Raise the timeout if that is "
+                "expected"
+            ) from None
         self._check(member)
         # A consumer that died while it waited must not get anything: nobody would take it back.
         return [] if member in self._ended else self._book.take(member, count)
@@ -191,15 +195,9 @@ class QueueActor:
         self._book.lose_host(host)
         await self._notify()
 
-    async def _wait(
-        self, condition: Callable[[], bool], timeout_s: float | None = None, missing: Callable[[], str] | None = None
-    ) -> None:
-        try:
-            async with asyncio.timeout(timeout_s), self._changed:
-                await self._changed.wait_for(condition)
-        except TimeoutError:
-            text = missing() if missing is not None else "there is no room"
-            raise QueueTimeoutError(f"after {timeout_s:.3g} s {text}. Raise the timeout if that is expected") from None
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        async with self._changed:
+            await self._changed.wait_for(condition)
 
     async def _notify(self) -> None:
         # Here, because each change of the book ends with this call.

@@ -130,10 +130,6 @@ class BlockWriter:
             self.blocks[number].free = True
             self.blocks[number].end = PAGE_BYTES
 
-    def close(self) -> None:
-        """Forget all blocks. Their memory stays as long as the host holds it."""
-        self.blocks.clear()
-
     def _block_for(self, nbytes: int) -> int:
         """Return a block with room for an item."""
         # Items follow each other without gaps but those of alignment; a block is left when the next item does not fit.

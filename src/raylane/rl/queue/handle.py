@@ -16,7 +16,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import ray
@@ -151,21 +151,15 @@ class TrajectoryQueue:
         if versions is not None and len(versions) != len(values):
             raise ValueError(f"versions must have one entry for each of {len(values)} values, got {len(versions)}")
         spans = versions or [()] * len(values)
-        try:
+        with self._joining_again():
             self._joined().sender.put(values, group, [tuple(span) for span in spans], Deadline.of_call(timeout))
-        except QueueLostError:
-            self._forget_member()
-            raise
 
     def flush(self, *, timeout: float | None = None) -> None:
         """Wait until the queue has accepted all that this process has put. Raises the errors of `put`."""
         member = self._member
         if member is not None:
-            try:
+            with self._joining_again():
                 member.sender.flush(Deadline.of_call(timeout))
-            except QueueLostError:
-                self._forget_member()
-                raise
 
     # Consumers
 
@@ -201,9 +195,9 @@ class TrajectoryQueue:
         if not 1 <= least <= count:
             raise ValueError(f"at_least must be from 1 to count={count}, got {least}")
         member, deadline = self._joined(), Deadline.of_call(timeout)
-        tickets: list[list[ItemTicket]] = self._member_call(
-            "take", member.number, count, least, deadline.left_s(), deadline=deadline
-        )
+        with self._joining_again():
+            arguments = member.number, count, least, deadline.left_s()
+            tickets: list[list[ItemTicket]] = self._call("take", *arguments, deadline=deadline)
         return tickets
 
     def open(self, tickets: Sequence[Sequence[ItemTicket]], *, copy: bool = True) -> list[list[Any]]:
@@ -268,19 +262,17 @@ class TrajectoryQueue:
 
     # Parts of the above
 
-    def _member_call(self, method: str, *args: Any, deadline: Deadline) -> Any:
+    @contextlib.contextmanager
+    def _joining_again(self) -> Iterator[None]:
+        """After a QueueLostError in a `with` block, let the next call join again: this host may have another actor."""
         try:
-            return self._call(method, *args, deadline=deadline)
+            yield
         except QueueLostError:
-            self._forget_member()
+            with self._lock:
+                member, self._member = self._member, None
+            if member is not None:
+                member.leave()
             raise
-
-    def _forget_member(self) -> None:
-        """Join again with the next call: the actor of this host has died, and another one takes its place."""
-        with self._lock:
-            member, self._member = self._member, None
-        if member is not None:
-            member.leave()
 
     def _joined(self) -> _QueueMember:
         with self._lock:

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from raylane.core import vm
-from raylane.core.place import start_ticks
 from raylane.core.semaphore import Segment
 from raylane.core.watcher import watcher
 
@@ -72,16 +71,12 @@ class QueueHost:
         def note_end() -> None:
             loop.call_soon_threadsafe(ended.set)
 
-        try:
-            watch = watcher.watch(pid, note_end)
-        except ProcessLookupError:
-            return
-        try:
-            # Only now: the process that is watched cannot be replaced by another one any more.
-            if start_ticks(pid) == ticks:
+        watch = watcher.watch_identified(pid, ticks, note_end)
+        if watch is not None:
+            try:
                 await ended.wait()
-        finally:
-            watch.forget()
+            finally:
+                watch.forget()
 
     async def wait(self) -> None:
         """Never return: the caller learns of the end of this actor."""

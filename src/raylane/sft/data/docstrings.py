@@ -21,6 +21,7 @@ from pathlib import Path
 
 from raylane.errors import DataError
 from raylane.sft.data.messages import is_held_out
+from raylane.training.storage import write_jsonl
 
 # Installed with raylane and well documented. "stdlib" stands for the standard library.
 DEFAULT_PACKAGES = ("stdlib", "numpy", "torch")
@@ -146,18 +147,8 @@ def write_set(pairs: Iterable[Pair], folder: str | Path, validation_fraction: fl
 
     DataError if the files cannot be written.
     """
-    folder = Path(folder)
     sides: dict[bool, list[str]] = {False: [], True: []}
     for pair in pairs:
         sides[is_held_out(pair.digest(), validation_fraction)].append(pair.to_json())
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, lines in (("train", sides[False]), ("validation", sides[True])):
-            draft = folder / f"{name}.jsonl.draft"
-            draft.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-            draft.replace(folder / f"{name}.jsonl")
-    except OSError as error:
-        raise DataError(
-            f"cannot write to {folder}: {error}. Choose another folder with --out", path=str(folder)
-        ) from error
-    return len(sides[False]), len(sides[True])
+    counts = write_jsonl(Path(folder), {"train": sides[False], "validation": sides[True]})
+    return counts["train"], counts["validation"]

@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from raylane.errors import CheckpointDamagedError, CheckpointError, DataError, StepNotFiniteError, WorkerLostError
+from raylane.errors import CheckpointError, DataError, StepNotFiniteError, WorkerLostError
 from raylane.sft.config.schema import RunConfig
 from raylane.sft.data import order
 from raylane.sft.data.mixing import open_training_rows, rows_of_step
@@ -33,7 +33,7 @@ from raylane.training.checkpoint import folders, publishing
 from raylane.training.checkpoint.folders import Saved
 from raylane.training.report.metrics import MetricsLog
 from raylane.training.run import ray_session
-from raylane.training.run.opening import open_folders
+from raylane.training.run.opening import open_folders, restart_text
 from raylane.training.run.record import RunRecord, Sample
 from raylane.training.run.skipped_steps import SkippedSteps
 from raylane.training.run.stopping import StopRequest, block_sigterm
@@ -185,9 +185,8 @@ class Trainer:
     def resume_from(self, saved: Saved | None) -> None:
         """Load a checkpoint (None starts a new run); remove metrics and leftover files of steps that will run again."""
         if saved is not None:
-            saved, step = self._load(saved)
-            self.saved = saved
-            _log.info("resuming from %s, step %d of %d", saved.path, step, self.total_steps)
+            self.saved = saved = folders.load_whole(saved, self._config.checkpointing, self.policy.load)
+            _log.info("resuming from %s, step %d of %d", saved.path, self.done, self.total_steps)
             # The steps after the checkpoint run again; metrics.jsonl must not hold two records of them.
             self._log.rewind(self.done)
         elif (aside := self._log.begin_anew()) is not None:
@@ -199,14 +198,6 @@ class Trainer:
         if self._config.checkpointing.enabled:
             for path in publishing.discard_partial(storage.at(self._config.checkpointing.checkpoint_dir)):
                 _log.warning("removed %s: it was incomplete", path)
-
-    def _load(self, saved: Saved) -> tuple[Saved, int]:
-        """Load a checkpoint, or with resume=auto the newest earlier one that is not damaged."""
-        while True:
-            try:
-                return saved, self.policy.load(saved.path)
-            except CheckpointDamagedError as damage:
-                saved = folders.fall_back(saved, self._config.checkpointing, damage)
 
     def warm_up(self) -> None:
         """Run the configured warm-up step, which changes nothing; call it after `resume_from`."""
@@ -270,10 +261,7 @@ class Trainer:
     def _restart(self, lost: WorkerLostError) -> None:
         """Start the workers again and go back to the last checkpoint of this run, or to its start if there is none."""
         reason = str(lost.fields.get("reason", lost))
-        source = (
-            f"from {self.saved.path}" if self.saved is not None else "from the first step, as no checkpoint was saved"
-        )
-        text = f"{reason} Starting all workers again {source} ({self._restarts} of {self._config.sft.max_restarts})"
+        text = restart_text(reason, self.saved, self._restarts, self._config.sft.max_restarts)
         _log.warning("%s", text)
         self._log.note(self.done, text)
         self._in_flight.clear()
@@ -336,10 +324,7 @@ class Trainer:
         # Every step is recorded in metrics.jsonl; only every log_interval-th one is printed as a line.
         self._log.log(step, metrics, "train")
         shown = {name: metrics[name] for name in _PROGRESS_METRICS}
-        if step % self._config.sft.log_interval == 0 or step == self.total_steps:
-            self._log.progress(step, self.total_steps, shown)
-        else:
-            self._log.live(step, self.total_steps, shown)
+        self._log.show(step, self.total_steps, shown, self._config.sft.log_interval)
 
     def _validate(self) -> None:
         """Validate and record the loss, unless that was already done after the same step."""

@@ -22,7 +22,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -161,6 +161,16 @@ def find(settings: CheckpointingConfig) -> Saved | None:
     for damage in damaged:
         put_aside(storage.at(damage.fields["path"]), damage)
     return whole[-1] if whole else None
+
+
+def load_whole(saved: Saved, settings: CheckpointingConfig, load: Callable[[Place], object]) -> Saved:
+    """Load a checkpoint, or with resume=auto the newest earlier one that is not damaged; return the one loaded."""
+    while True:
+        try:
+            load(saved.path)
+            return saved
+        except CheckpointDamagedError as damage:
+            saved = fall_back(saved, settings, damage)
 
 
 def fall_back(saved: Saved, settings: CheckpointingConfig, damage: CheckpointDamagedError) -> Saved:

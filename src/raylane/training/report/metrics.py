@@ -127,6 +127,13 @@ class MetricsLog:
         self._file = self.path.open("a", encoding="utf-8")
         return moved
 
+    def show(self, step: int, total: int, figures: Mapping[str, float], interval: int) -> None:
+        """Print a progress line at every `interval`-th step and the last one, and redraw the bar at the others."""
+        if step % interval == 0 or step == total:
+            self.progress(step, total, figures)
+        else:
+            self.live(step, total, figures)
+
     def progress(self, step: int, total: int, figures: Mapping[str, float]) -> None:
         """Print one progress line; steps count from 1 to `total`."""
         self._clear_bar()

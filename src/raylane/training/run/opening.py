@@ -1,4 +1,4 @@
-"""Folders of a run: locked, cleaned of what an earlier run left, and searched for the checkpoint to resume from.
+"""Begin of a run, or of its further part after a loss: folders, locked and cleaned, and the checkpoint to resume from.
 
 Called by the trainers.
 """
@@ -41,3 +41,9 @@ def open_folders(config: TrainingConfig, record: RunRecord) -> Iterator[tuple[Me
             folders.refuse_later(settings, resumed.step if resumed else 0)
         record.open(log.run_dir, resumes=resumed is not None)
         yield log, resumed
+
+
+def restart_text(reason: str, saved: Saved | None, number: int, limit: int) -> str:
+    """Return a sentence about restart `number` of `limit` of all workers, from a checkpoint or from the first step."""
+    source = f"from {saved.path}" if saved is not None else "from the first step, as no checkpoint was saved"
+    return f"{reason} Starting all workers again {source} ({number} of {limit})"

@@ -99,11 +99,10 @@ class TrainingWorker(Generic[Config, AnyVocabulary]):
         config, vocabulary = self._copies.on_this_node(config, vocabulary)
         self.config, self.vocabulary, self._total_steps = config, vocabulary, total_steps
         policy = config.policy
-        hf_config = model_config(policy, vocabulary.vocab_size, vocabulary.pad_id, vocabulary.end_id)
         self.mesh = WorkerMesh.make(
             ParallelDims.of(config.policy.dtensor_cfg, config.cluster.num_workers), self._rank, self.device.type
         )
-        self.model: RunModel = build_model(hf_config, policy, self.mesh, self.device, config.loop.seed)
+        self.model: RunModel = self.new_model()
         self.optimizer = make_optimizer(self.model, policy.optimizer)
         self._close_published()  # of an earlier setup
         if policy.publish_weights.name is not None:
@@ -121,6 +120,12 @@ class TrainingWorker(Generic[Config, AnyVocabulary]):
             "parameters_trained": int(numbers[1]),
             "parameters_held": sum(part.numel() for part in local_parts),
         }
+
+    def new_model(self) -> RunModel:
+        """Return a further model as `setup` builds it, with the initial weights. Collective."""
+        policy, vocabulary = self.config.policy, self.vocabulary
+        hf_config = model_config(policy, vocabulary.vocab_size, vocabulary.pad_id, vocabulary.end_id)
+        return build_model(hf_config, policy, self.mesh, self.device, self.config.loop.seed)
 
     def make_loss(self) -> LossFunction:
         """Return the loss of `setup`'s configuration; other kinds of training have others."""
