@@ -336,13 +336,15 @@ def test_waits_name_what_is_missing(start: Start) -> None:
         ray.get(trainer.wait.remote(1, 0.3))
 
 
-def test_death_of_keeper_or_catalogue_loses_versions_only(start: Start) -> None:
+def test_death_of_keeper_or_catalogue_loses_versions_only(start: Start, eventually: Callable[..., None]) -> None:
     trainers, reader = [start(Trainer, rank, 2) for rank in range(2)], start(Reader)
     publish(trainers, 1)
     ray.get(reader.update.remote())
     kill("keeper")
     with pytest.raises((WeightsLostError, WeightsTimeoutError)):
         ray.get(reader.update.remote(2, 1))
+    # A version that is begun before the death is known is lost with it, and the trainer has to publish it again.
+    eventually(lambda: [version.state for version in weights.versions("policy")] == ["lost"], within_s=30)
     number = publish(trainers, 2)
     assert ray.get(reader.update.remote(number)) == (number, {2})
     kill("catalogue")
