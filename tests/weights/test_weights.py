@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -354,9 +355,14 @@ def test_death_of_keeper_or_catalogue_loses_versions_only(start: Start, eventual
 
 
 def kill(kind: str) -> None:
-    for actor in ray.util.list_named_actors(all_namespaces=True):
-        if actor["name"].startswith(kind):
-            ray.kill(ray.get_actor(actor["name"], actor["namespace"]))
+    """Kill actors, and wait until they have ended: until then a catalogue would still take a version."""
+    for named in ray.util.list_named_actors(all_namespaces=True):
+        if named["name"].startswith(kind):
+            actor = ray.get_actor(named["name"], named["namespace"])
+            ray.kill(actor)
+            with contextlib.suppress(ray.exceptions.RayActorError):
+                while True:  # ends by the error of a dead actor, or by GetTimeoutError
+                    ray.get(actor.__ray_ready__.remote(), timeout=30)
 
 
 def test_options_and_layouts_that_do_not_fit_are_refused(start: Start) -> None:
