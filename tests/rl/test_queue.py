@@ -7,7 +7,7 @@ import gc
 import os
 import resource
 import signal
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ import torch
 
 from raylane.errors import GraphValueError, QueueClosedError, QueueLostError, QueueTimeoutError
 from raylane.rl import TrajectoryQueue
+from raylane.rl.queue.handle import WINDOW_BYTES
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 
@@ -97,6 +98,29 @@ def test_full_queue_makes_its_producer_wait(eventually: Callable[..., None]) -> 
     first.acknowledge()
     queue.flush(timeout=30)
     queue.take(2).acknowledge()
+
+
+def test_values_of_a_stream_come_one_by_one() -> None:
+    queue = TrajectoryQueue()
+    taken: list[int] = []
+
+    def stream() -> Iterator[torch.Tensor]:
+        for number in range(3):
+            yield torch.full((1000,), number)
+            # The value before has passed, and the next one is not made yet.
+            batch = queue.take(1, timeout=30)
+            taken.append(int(batch.items[0][0]))
+            batch.acknowledge()
+
+    queue.put_many(stream())
+    assert taken == [0, 1, 2]
+
+
+def test_one_call_puts_more_than_the_window() -> None:
+    queue = TrajectoryQueue()
+    queue.put_many([torch.full((WINDOW_BYTES // 32,), i) for i in range(12)], timeout=30)
+    batch = queue.take(12, copy=False, timeout=30)
+    assert [int(value[-1]) for value in batch.items] == list(range(12))
 
 
 def test_take_says_how_many_are_missing() -> None:
@@ -197,6 +221,29 @@ def test_memory_of_old_items_is_written_again() -> None:
     found, grown = ray.get(consuming, timeout=60)
     assert found == list(range(200))
     assert grown < 40 << 20  # of 80 MB that have passed
+
+
+@pytest.mark.slow
+def test_five_gigabytes_pass_beside_the_driver() -> None:
+    queue = TrajectoryQueue(max_bytes=256 << 20)
+    elements, count = 1 << 19, 1280  # 4 MiB each
+    producers, consumers = [member(queue) for _ in range(2)], [member(queue) for _ in range(2)]
+    ray.get([consumer.pid.remote() for consumer in consumers], timeout=60)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    consuming = [consumer.consume.remote(4) for consumer in consumers]
+    halves = [list(range(i, count, 2)) for i in range(2)]
+    putting = [producer.put.remote(half, elements) for producer, half in zip(producers, halves, strict=True)]
+    most = 0
+    while len(ray.wait(putting, num_returns=2, timeout=0.2)[0]) < 2:
+        most = max(most, queue.stats().nbytes)
+    ray.get(putting, timeout=60)
+    queue.close()
+    results = ray.get(consuming, timeout=60)
+    assert sorted(number for taken, _ in results for number in taken) == list(range(count))
+    assert 0 < most <= queue.options.max_bytes
+    # Of 5 GiB.
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < 32 << 20
+    assert all(grown < 320 << 20 for _, grown in results)
 
 
 def test_tickets_are_opened_by_other_processes() -> None:

@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 from tests.rl import tiny
 
 from raylane.errors import DataError
 from raylane.rl import trainer
 from raylane.rl.config import GrpoRunConfig
+from raylane.rl.engines import Rollouts
 from raylane.rl.trainer import GrpoTrainer
 from raylane.training.report.metrics import read_metrics, read_notes, read_samples
+from raylane.weights.catalogue import NAMESPACE, actor_names
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("cluster")]
 
@@ -73,6 +76,7 @@ def test_synchronous_run_resumes_exactly(tmp_path: Path, model: Path, monkeypatc
         assert record["train:clipped"] == 0
         assert 0 < record["train:entropy"] < math.log(260)
         assert record["train:length"] <= 6
+        assert all(record[f"train:{one}_memory_bytes"] > 1 << 26 for one in ("trainer", "driver", "engine"))
     assert len(read_samples(Path(whole.logger.log_dir) / "metrics.jsonl")) == 2 * 2
     trace = json.loads((Path(whole.logger.log_dir) / "timeline.json").read_text())
     names = {event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"}
@@ -113,6 +117,27 @@ def test_dead_rank_goes_back_to_the_last_checkpoint(
     assert [record["step"] for record in train_records(config)] == [1, 2, 3, 4]
     (note,) = [text for _, text in read_notes(Path(config.logger.log_dir) / "metrics.jsonl")]
     assert "Starting all workers again from" in note
+
+
+def test_lost_weights_are_published_again(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_in(tmp_path, model, grpo__val_at_start=False, grpo__val_at_end=False)
+    stepped = Rollouts.stepped
+
+    def kill_first(self: Rollouts, steps: int) -> None:
+        """Kill the keeper after a step has published, before an engine is told to read."""
+        if steps == 2:
+            (name,) = actor_names("keeper")
+            keeper = ray.get_actor(name, namespace=NAMESPACE)
+            ray.kill(keeper)
+            with pytest.raises(ray.exceptions.RayActorError):
+                ray.get(keeper.__ray_ready__.remote(), timeout=60)
+        stepped(self, steps)
+
+    monkeypatch.setattr(Rollouts, "stepped", kill_first)
+    assert trainer.run(config).steps == 4
+    assert [record["step"] for record in train_records(config)] == [1, 2, 3, 4]
+    notes = [text for _, text in read_notes(Path(config.logger.log_dir) / "metrics.jsonl")]
+    assert notes == ["the weights after step 2 were lost and are published again"]
 
 
 def test_reward_that_fails_ends_the_run(tmp_path: Path, model: Path) -> None:

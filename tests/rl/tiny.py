@@ -18,7 +18,7 @@ TEMPLATE = "{% for message in messages %}{{ message.content }}>{% endfor %}"
 ROW_TOKENS = 16
 
 
-def write_model(folder: Path, *, tied: bool = False, layers: int = 2) -> Path:
+def write_model(folder: Path, *, tied: bool = False, layers: int = 2, head_dim: int = 8) -> Path:
     """Write a random model and its tokenizer as a Hugging Face folder; return its path."""
     tokenizer = train_tokenizer(["0123456789"], 259)
     tokenizer.chat_template = TEMPLATE
@@ -29,7 +29,7 @@ def write_model(folder: Path, *, tied: bool = False, layers: int = 2) -> Path:
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=8,
+        head_dim=head_dim,
         max_position_embeddings=64,
         tie_word_embeddings=tied,
         pad_token_id=tokenizer.pad_token_id,

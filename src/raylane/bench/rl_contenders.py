@@ -227,7 +227,9 @@ def start_loop(parts: LoopParts, stack: contextlib.ExitStack) -> list[LoopConten
     )
     trainer = GrpoTrainer(parts.config, log, StopRequest(), [])
     trainer.policy = policy
-    trainer.rollouts = Rollouts(parts.config, parts.vocabulary, parts.prompts, queue, trainer.note)
+    trainer.rollouts = Rollouts(
+        parts.config, parts.vocabulary, parts.prompts, queue, trainer.note, trainer.publish_again
+    )
     stack.callback(trainer.rollouts.close)
     trainer.resume_from(None, anew=True)
     path = log.path

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -92,6 +93,8 @@ class GrpoConfig(LoopConfig):
 class RolloutConfig(Section):
     """The engines that sample answers."""
 
+    engine: Literal["transformers", "vllm"] = "transformers"
+    """transformers: the model of transformers with a key-value cache. vllm: vLLM, which has to be installed."""
     engines: PositiveInt = 1
     """Number of rollout actors."""
     max_new_tokens: PositiveInt = 32
@@ -102,6 +105,10 @@ class RolloutConfig(Section):
     """Logical CPUs that each engine requests from Ray, and the number of its torch threads."""
     gpus: Annotated[float, Field(ge=0)] = 0.0
     """GPUs that each engine requests from Ray."""
+    vllm_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of vLLM's LLM, for example {tensor_parallel_size: 2, gpu_memory_utilization: 0.5}."""
+    env_vars: dict[str, str] = Field(default_factory=dict)
+    """Environment variables of the engines' processes, for example {VLLM_CPU_KVCACHE_SPACE: "4"}."""
     queue_bytes: PositiveInt = 1 << 30
     """Largest size of the answers that wait for the trainer, in bytes of shared memory."""
     timeout_s: PositiveFloat = 600.0
@@ -180,6 +187,15 @@ def _problems(config: GrpoRunConfig) -> Iterator[str]:
         yield (
             f"rollout.max_new_tokens={config.rollout.max_new_tokens} leaves no room for a prompt in "
             f"policy.max_total_sequence_length={policy.max_total_sequence_length}. Lower it, or raise the length"
+        )
+    if config.rollout.vllm_kwargs and config.rollout.engine != "vllm":
+        yield (
+            f"rollout.vllm_kwargs={config.rollout.vllm_kwargs} has no effect with rollout.engine="
+            f"{config.rollout.engine}. Set rollout.engine=vllm, or leave it out"
+        )
+    if config.rollout.engine == "vllm" and importlib.util.find_spec("vllm") is None:
+        yield (
+            "rollout.engine=vllm: vLLM is not installed. Install it beside raylane, or set rollout.engine=transformers"
         )
     if config.grpo.ratio == "sequence" and policy.dtensor_cfg.context_parallel_size > 1:
         yield (

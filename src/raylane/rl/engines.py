@@ -13,7 +13,8 @@ from typing import Any
 
 import ray
 
-from raylane.errors import QueueLostError, QueueTimeoutError, RaylaneError
+from raylane import weights
+from raylane.errors import QueueLostError, QueueTimeoutError, RaylaneError, WeightsLostError
 from raylane.rl.config import GrpoRunConfig
 from raylane.rl.prompts import PromptSet, load_tokenizer
 from raylane.rl.queue.book import ItemTicket
@@ -29,6 +30,7 @@ from raylane.rl.rollout import (
     TransformersEngine,
 )
 from raylane.rl.schedule import PromptWork, Schedule, dispatch
+from raylane.rl.vllm_engine import VllmEngine
 from raylane.training.vocabulary import Vocabulary
 
 _LOOK_S = 1.0
@@ -69,11 +71,17 @@ def make_engine(config: GrpoRunConfig) -> Engine:
     import torch
     from transformers import AutoModelForCausalLM
 
-    name = config.policy.publish_weights.name
+    name, folder = config.policy.publish_weights.name, config.policy.model_name
     assert name is not None, "the configuration gives the weights a name"
+    assert folder is not None, "the configuration names a model"
     # The precision of the trainer: with another one, log-probabilities would differ from those of the trainer.
-    dtype = getattr(torch, config.policy.precision)
-    model = AutoModelForCausalLM.from_pretrained(config.policy.model_name, dtype=dtype, local_files_only=True)
+    precision = config.policy.precision
+    if config.rollout.engine == "vllm":
+        # A token more than a row of the trainer: the last one predicts nothing, and is no input there.
+        options = {"dtype": precision, "max_model_len": config.policy.max_total_sequence_length + 1}
+        return VllmEngine(folder, name, **{**options, **config.rollout.vllm_kwargs})
+    dtype = getattr(torch, precision)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
     if config.rollout.gpus:
         model = model.to("cuda")
     return TransformersEngine(model, name)
@@ -89,10 +97,15 @@ class Rollouts:
         prompts: PromptSet,
         queue: TrajectoryQueue,
         note: Callable[[str], None],
+        publish_again: Callable[[], None],
     ) -> None:
-        """Start the actors; `note` is called with a sentence about each death."""
+        """Start the actors.
+
+        `note` is called with a sentence about each death; `publish_again` if the newest weights are lost, on the thread
+        that waits for groups or answers.
+        """
         self._config, self._vocabulary, self._prompts, self.queue = config, vocabulary, prompts, queue
-        self._note = note
+        self._note, self._publish_again = note, publish_again
         grpo = config.grpo
         self._schedule = Schedule(grpo.prompts_per_step, grpo.max_num_steps, grpo.lag, config.rollout.engines)
         self._lock = threading.Condition()  # guards all below
@@ -110,6 +123,8 @@ class Rollouts:
         self._deaths = 0
         self._error: Exception | None = None
         self._closed = False
+        self._published = 0
+        """Optimizer steps in the newest weights that were published."""
         self.stale = 0
         """Number of groups that were too old, and made again."""
         self._thread = threading.Thread(target=self._wait_for_calls, name="raylane-rollouts", daemon=True)
@@ -118,6 +133,7 @@ class Rollouts:
     def begin_at(self, step: int) -> None:
         """Begin to sample for a step, whose weights are published; groups that were made before count no more."""
         with self._lock:
+            self._published = step
             self._schedule.begin_at(step)
             self._calls.clear()
             self._dispatch()
@@ -126,6 +142,7 @@ class Rollouts:
         """Note that the weights after so many steps are published."""
         self.queue.set_version(steps)
         with self._lock:
+            self._published = steps
             self._schedule.stepped(steps)
             self._dispatch()
 
@@ -141,6 +158,7 @@ class Rollouts:
                 # A short wait, again and again: an error of the actors must end it.
                 groups = self.queue.take_tickets(count - len(taken), at_least=1, timeout=_LOOK_S)
             except QueueTimeoutError:
+                self._look_for_weights()
                 continue
             refused = []
             with self._lock:
@@ -174,6 +192,8 @@ class Rollouts:
             parts = [prompts[i : i + share] for i in range(0, len(prompts), share)]
             refs = [actor.answer.remote(part, step, temperature) for actor, part in zip(actors, parts, strict=False)]
             try:
+                while len(ray.wait(refs, num_returns=len(refs), timeout=_LOOK_S)[0]) < len(refs):
+                    self._look_for_weights()
                 return [answer for some in ray.get(refs) for answer in some]
             except ray.exceptions.RayActorError:
                 # The thread notices deaths by calls of `make` only, and there may be none.
@@ -205,9 +225,26 @@ class Rollouts:
 
     # Parts of the above
 
+    def _look_for_weights(self) -> None:
+        """Let the trainer publish its weights again if the memory that kept them is gone.
+
+        Engines would wait for ever: the trainer publishes after its next step only, which waits for them.
+        """
+        name = self._config.policy.publish_weights.name
+        try:
+            newest = max(
+                (version.step for version in weights.versions(name) if version.state == "committed"), default=-1
+            )
+        except WeightsLostError:  # of a catalogue that was started again
+            newest = -1
+        if newest < self._published:
+            self._publish_again()
+
     def _start(self, number: int) -> Any:
         rollout = self._config.rollout
-        actor = ray.remote(RolloutProcess).options(num_cpus=rollout.cpus, num_gpus=rollout.gpus)
+        actor = ray.remote(RolloutProcess).options(
+            num_cpus=rollout.cpus, num_gpus=rollout.gpus, runtime_env={"env_vars": rollout.env_vars}
+        )
         return actor.remote(self._config, self._vocabulary, number, self.queue, os.getcwd())
 
     def _dispatch(self) -> None:

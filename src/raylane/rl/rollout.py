@@ -8,6 +8,7 @@ G = samples of each prompt, R = tokens of the longest answer.
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,9 +18,14 @@ import numpy as np
 import torch
 
 from raylane import weights
+from raylane.core.deadline import Deadline
+from raylane.errors import WeightsLostError
 from raylane.rl.generation import Answers, generate
 from raylane.rl.queue.handle import TrajectoryQueue
 from raylane.rl.rewards import Reward, score
+
+_RETRY_S = 0.2
+"""Seconds between two tries to take weights that were lost."""
 
 
 class Prompt(NamedTuple):
@@ -71,6 +77,8 @@ class RolloutReport:
     """Sampled tokens."""
     rewards: tuple[float, ...]
     """Mean of each reward."""
+    memory_bytes: int
+    """Most memory that the actor's process has had."""
 
 
 class Engine(Protocol):
@@ -97,13 +105,13 @@ class TransformersEngine:
 
     def update(self, at_least: int, timeout_s: float) -> float:
         """Wait for weights that are new enough, and take the newest."""
+        version = 1
         while True:
             # The newest weights, also where older ones would do: fresher answers are worth more.
-            newest = self._subscriber.update(timeout=timeout_s)
-            self.step = newest.step
+            newest = self._subscriber.wait_for(version, timeout=timeout_s)
+            self.step, version = newest.step, newest.version + 1
             if newest.step >= at_least:
                 return newest.seconds if newest.changed else 0.0
-            self._subscriber.prefetch(newest.version + 1, timeout=timeout_s)
 
     def sample(self, prompts: Sequence[Sequence[int]], options: SamplingOptions, seed: int) -> Answers:
         """Return one answer to each prompt."""
@@ -133,7 +141,7 @@ class RolloutActor:
 
     def make(self, batch: PromptBatch) -> RolloutReport:
         """Sample and score answers to prompts, and put a group for each prompt into the queue; return its figures."""
-        update_s = self.engine.update(batch.at_least, self.timeout_s)
+        update_s = self._update(batch.at_least)
         began, samples = time.time(), self.options.samples
         repeated = [prompt.tokens for prompt in batch.prompts for _ in range(samples)]
         first = batch.prompts[0].number
@@ -164,16 +172,29 @@ class RolloutActor:
         self.queue.flush(timeout=self.timeout_s)
         # Plain numbers: reports go through Ray's control messages.
         means = tuple((sums / len(repeated)).tolist())
-        return RolloutReport(self.number, self.engine.step, began, ended, update_s, sum(lengths), means)
+        memory = process_memory_bytes()
+        return RolloutReport(self.number, self.engine.step, began, ended, update_s, sum(lengths), means, memory)
 
     def answer(self, prompts: Sequence[Prompt], at_least: int, temperature: float) -> list[tuple[str, float]]:
         """Return text and reward of one answer to each prompt, with weights of so many steps or more."""
-        self.engine.update(at_least, self.timeout_s)
+        self._update(at_least)
         # One answer each: a validation measures the model, not the best of several tries.
         options = replace(self.options, samples=1, temperature=temperature)
         answers = self.engine.sample([prompt.tokens for prompt in prompts], options, seed_of(options.seed, 0, 0))
         texts = self._texts(answers)
         return [(text, score(self.rewards, text, prompt.row)[0]) for text, prompt in zip(texts, prompts, strict=True)]
+
+    def _update(self, at_least: int) -> float:
+        """Let the engine take weights; return the seconds of the update."""
+        deadline = Deadline(self.timeout_s)
+        while True:
+            try:
+                return self.engine.update(at_least, self.timeout_s)
+            except WeightsLostError:
+                # The driver lets the trainer publish them again (`Rollouts`).
+                if deadline.left_s() == 0:
+                    raise
+                time.sleep(_RETRY_S)
 
     def _texts(self, answers: Answers) -> list[str]:
         """Return the answers as text, without their end tokens."""
@@ -185,6 +206,12 @@ class RolloutActor:
         trimmed = [row[:-1] if row and row[-1] in ends else row for row in rows]
         texts: list[str] = self.tokenizer.batch_decode(trimmed)
         return texts
+
+
+def process_memory_bytes() -> int:
+    """Return the most memory that this process has had: of its GPU if it uses one, else resident in the host's."""
+    of_gpu = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    return of_gpu or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def seed_of(seed: int, epoch: int, number: int) -> int:

@@ -23,7 +23,7 @@ from typing import Any
 
 from raylane import weights
 from raylane.core import trace_file
-from raylane.errors import QueueLostError, WorkerLostError
+from raylane.errors import QueueLostError, WeightsLostError, WorkerLostError
 from raylane.rl.config import GrpoRunConfig
 from raylane.rl.engines import Rollouts
 from raylane.rl.policy import GrpoPolicy
@@ -142,7 +142,7 @@ def _train(
         # The stack ends what was started last first: engines, then the weights that they read, then the workers.
         trainer.policy = stack.enter_context(GrpoPolicy(config, vocabulary, config.grpo.max_num_steps, queue))
         stack.callback(weights.drop, config.policy.publish_weights.name or "")
-        trainer.rollouts = Rollouts(config, vocabulary, prompts, queue, trainer.note)
+        trainer.rollouts = Rollouts(config, vocabulary, prompts, queue, trainer.note, trainer.publish_again)
         stack.callback(trainer.rollouts.close)
         trainer.resume_from(resumed, anew=anew)
         trainer.fit()
@@ -177,6 +177,11 @@ class GrpoTrainer:
         _log.warning("%s", text)
         self._log.note(self.done, text)
 
+    def publish_again(self) -> None:
+        """Publish the newest weights once more, after the process that kept them has died."""
+        self.note(f"the weights after step {self.done} were lost and are published again")
+        self.policy.publish_weights(again=True)
+
     def resume_from(self, saved: Saved | None, *, anew: bool) -> None:
         """Load a checkpoint (None: begin with the model's folder), publish its weights, and let the engines begin.
 
@@ -199,10 +204,10 @@ class GrpoTrainer:
     def fit(self) -> None:
         """Run all remaining steps.
 
-        After the loss of a worker, or of answers on their way, all workers are started again; the engines go on.
+        After the loss of a worker, of answers or of weights, all workers are started again; the engines go on.
         """
         grpo = self._config.grpo
-        lost: WorkerLostError | QueueLostError | None = None
+        lost: WorkerLostError | QueueLostError | WeightsLostError | None = None
         while True:
             try:
                 if lost is not None:
@@ -217,8 +222,9 @@ class GrpoTrainer:
                 if self._config.checkpointing.enabled:
                     self._save(with_hf=self.done >= grpo.max_num_steps and self._config.checkpointing.save_hf)
                 return
-            # A worker that misses its answers leaves the others in the middle of a step, so all of them start again.
-            except (WorkerLostError, QueueLostError) as error:
+            # A worker that misses its answers, or cannot publish, leaves the others in the middle of a step, so all of
+            # them start again.
+            except (WorkerLostError, QueueLostError, WeightsLostError) as error:
                 if isinstance(error, QueueLostError):
                     self.rollouts.queue.stats()  # raises if its actor has died: then `run` makes a new queue
                 if self._restarts >= grpo.max_restarts or self._stop.requested:
@@ -226,7 +232,7 @@ class GrpoTrainer:
                 self._restarts += 1
                 lost = error
 
-    def _restart(self, lost: WorkerLostError | QueueLostError) -> None:
+    def _restart(self, lost: WorkerLostError | QueueLostError | WeightsLostError) -> None:
         """Start the workers again, and go back to the last checkpoint, or to the first step."""
         reason = str(lost.fields.get("reason", f"{lost}."))
         self.note(restart_text(reason, self.saved, self._restarts, self._config.grpo.max_restarts))
@@ -284,6 +290,7 @@ class GrpoTrainer:
             "engine_pause_s": sum(report.update_s for report in reports) / max(1, len(reports)),
             "stale_groups": self.rollouts.stale,
             "driver_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            **({"engine_memory_bytes": max(report.memory_bytes for report in reports)} if reports else {}),
             "loop_time_s": seconds,
         }
         rewards = [report.rewards for report in reports]

@@ -17,6 +17,7 @@ from raylane.rl.config import GrpoRunConfig
 from raylane.rl.loss import GrpoLoss, GrpoOptions, LogprobRecorder, LossSums, named_sums
 from raylane.rl.queue.book import ItemTicket
 from raylane.rl.queue.handle import TrajectoryQueue
+from raylane.rl.rollout import process_memory_bytes
 from raylane.rl.rows import AnswerCounts, RowOptions, answer_rows, batch_of
 from raylane.training.model.defaults import with_own_defaults_in_methods
 from raylane.training.model.supervised import RunModel, release_gathered
@@ -60,7 +61,8 @@ class GrpoWorker(TrainingWorker[GrpoRunConfig, Vocabulary]):
 
         Metrics are those of `TrainingWorker.train_batch`, and reward, reward_std (within groups), length, signal (share
         of groups with different rewards), lag (steps between the weights that sampled and these), clipped, entropy,
-        sampling_kl and reference_kl (means over the tokens that are trained on).
+        sampling_kl and reference_kl (means over the tokens that are trained on), and trainer_memory_bytes (the most
+        that the workers have had, all together).
         """
         started = time.perf_counter()
         reader, readers = self.mesh.reader, self.mesh.dims.readers
@@ -150,6 +152,7 @@ class GrpoWorker(TrainingWorker[GrpoRunConfig, Vocabulary]):
     def _more_metrics(self) -> dict[str, float]:
         """Return the metrics of the rows and of the loss of the step that has ended. Collective."""
         # Of copies with the same tokens sums and their divisor grow alike, so nothing has to be divided here.
-        sums = torch.tensor(self._sums.take(), dtype=torch.float64)
+        sums = torch.tensor([*self._sums.take(), process_memory_bytes()], dtype=torch.float64)
         dist.all_reduce(sums)
-        return {**self._step_metrics, **dict(named_sums(LossSums(*sums.tolist())))}
+        *of_loss, memory = sums.tolist()
+        return {**self._step_metrics, **dict(named_sums(LossSums(*of_loss))), "trainer_memory_bytes": memory}

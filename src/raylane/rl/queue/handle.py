@@ -144,9 +144,16 @@ class TrajectoryQueue:
         versions: Sequence[Versions] | None = None,
         timeout: float | None = None,
     ) -> None:
-        """Put several values, as `put` does; `versions` has one entry for each."""
+        """Put several values, as `put` does; `versions` has one entry for each.
+
+        The values of an iterator are put one by one, as they come: consumers have the first before the last is made.
+        """
         if group is None and self.options.group_size > 1:
             raise ValueError(f"a queue of group_size={self.options.group_size} needs the group of each item, got None")
+        if isinstance(values, Iterator) and versions is None:
+            for value in values:
+                self.put(value, group=group, timeout=timeout)
+            return
         values = list(values)
         if versions is not None and len(versions) != len(values):
             raise ValueError(f"versions must have one entry for each of {len(values)} values, got {len(versions)}")
@@ -328,7 +335,7 @@ class _QueueMember:
 class _Unreadable(Exception):
     """Items whose memory is gone."""
 
-    def __init__(self, numbers: list[int], host: str, cause: Exception) -> None:
+    def __init__(self, numbers: list[int], host: str, cause: Exception | str) -> None:
         super().__init__(numbers, host, cause)
         self.numbers, self.host, self.cause = numbers, host, cause
 
@@ -390,7 +397,9 @@ class _ItemReader:
             ranges = [ItemRange(ticket.path, ticket.offset, ticket.nbytes) for ticket in tickets]
             (ref,) = ray.get(self._hosts[host].read.remote(ranges))
             tensors = get(ref)
-        except (KeyError, ray.exceptions.RayError) as error:
+        except KeyError as error:
+            raise _Unreadable(numbers, host, "the actor that held the memory has died") from error
+        except ray.exceptions.RayError as error:
             raise _Unreadable(numbers, host, error) from error
         return {number: read_item(memoryview(tensor.numpy())) for number, tensor in zip(numbers, tensors, strict=True)}
 
@@ -438,16 +447,17 @@ class _ItemSender:
     def put(self, values: list[Any], group: Hashable, versions: list[Versions], deadline: Deadline) -> None:
         """Write values as soon as there is room for them."""
         with self._changed:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._announce_all, name="raylane-queue", daemon=True)
+                self._thread.start()
             for value, span in zip(values, versions, strict=True):
                 self._wait(lambda: self._pending_bytes < WINDOW_BYTES, deadline, "the queue is full")
                 # Under the lock: the thread frees blocks that this call may write to.
                 item = self._writer.write(value)
                 self._pending.setdefault(item.block, []).append(AnnouncedItem(item.offset, item.nbytes, group, span))
                 self._pending_bytes += item.nbytes
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._announce_all, name="raylane-queue", daemon=True)
-                self._thread.start()
-            self._changed.notify_all()
+                # Each time: the next value may have to wait until this one is announced.
+                self._changed.notify_all()
 
     def flush(self, deadline: Deadline) -> None:
         """Wait until all was accepted."""

@@ -259,9 +259,10 @@ class Policy(Generic[Config]):
         self.save_ended = metrics.pop(SAVE_ENDED, 0.0) > 0 or self.save_ended
         return metrics
 
-    def publish_weights(self) -> None:
+    def publish_weights(self, *, again: bool = False) -> None:
         """Publish the weights after the last step that was sent, unless that step has published them.
 
+        With `again`, publish them in any case, because the memory that kept them is gone.
         Readers find them under `policy.publish_weights.name`; ConfigError if it is null. WeightsTimeoutError if a
         reader holds the oldest version for longer than `policy.publish_weights.timeout_s`.
         """
@@ -270,7 +271,7 @@ class Policy(Generic[Config]):
                 "policy.publish_weights.name=null publishes nothing. Set it to the name under which readers look",
                 key="policy.publish_weights.name",
             )
-        self.call("publish_weights", self.next_step)
+        self.call("publish_weights", self.next_step, again)
 
     # Checkpoints ----------------------------------------------------------------------------------------------------
 

@@ -47,14 +47,14 @@ class PublishedWeights:
             timeout=settings.timeout_s,
         )
 
-    def publish(self, step: int) -> None:
-        """Publish the present weights, unless those of this step were published already. Collective.
+    def publish(self, step: int, *, again: bool = False) -> None:
+        """Publish the present weights, unless those of this step were published already and not `again`. Collective.
 
         `step` is the number of optimizer steps done. Returns when the weights may change again. WeightsError as
         `Publisher.publish` raises it, perhaps on some ranks only: the run has to end then.
         """
         # Without agreement of the ranks: a failure is rare, and a collective in every publication would cost time.
-        if step == self.step:
+        if step == self.step and not again:
             return
         release_gathered(self._model)  # adapters are read from the modules
         try:

@@ -272,10 +272,10 @@ class TrainingWorker(Generic[Config, AnyVocabulary]):
                 **({"publish_time_s": done - computed} if publishes else {}),
             }
 
-    def publish_weights(self, steps: int) -> None:
-        """Publish the weights after so many steps of the run, unless that was done already. WeightsError on failure."""
+    def publish_weights(self, steps: int, again: bool = False) -> None:
+        """Publish the weights after so many steps, unless that was done and not `again`. WeightsError on failure."""
         assert self._published is not None, "the driver asks for it only if publish_weights.name is set"
-        self._published.publish(steps)
+        self._published.publish(steps, again=again)
 
     def generate(self, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
         """Return the most probable answers to tokenised prompts, at most `new_tokens` tokens each."""

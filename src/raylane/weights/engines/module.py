@@ -127,8 +127,10 @@ class ModuleAttachment:
                 self._answers.discard(answer)
                 self._changed.notify_all()
 
-    def update(self, *, timeout: float | None = None) -> EngineUpdate:
-        """Take the newest version; wait for the first one. May be called while other threads compute answers.
+    def update(self, *, at_least: int = 1, timeout: float | None = None) -> EngineUpdate:
+        """Take the newest version. May be called while other threads compute answers.
+
+        Waits for a version of the number `at_least` or more, if there is none yet.
 
         Raises:
             WeightsTimeoutError: There is no version; or, with `wait` and `abort`, answers did not end in time. The
@@ -136,7 +138,7 @@ class ModuleAttachment:
             WeightsLayoutError: The published tensors do not fit the model; nothing was changed.
         """
         deadline, began_s = Deadline.of_call(timeout or self._timeout), time.perf_counter()
-        number = self._subscriber.prefetch(timeout=deadline.left_s())
+        number = self._subscriber.prefetch(at_least, timeout=deadline.left_s())
         with self._nobody_answers(deadline) if self._pause != "keep" else contextlib.nullcontext():
             paused_s = time.perf_counter()
             with self._step:
@@ -146,9 +148,9 @@ class ModuleAttachment:
             update.version, update.step, update.changed, update.nbytes, ended_s - paused_s, ended_s - began_s
         )
 
-    async def update_async(self, *, timeout: float | None = None) -> EngineUpdate:
+    async def update_async(self, *, at_least: int = 1, timeout: float | None = None) -> EngineUpdate:
         """Do the same as `update` on a thread, without blocking the event loop."""
-        return await asyncio.to_thread(self.update, timeout=timeout)
+        return await asyncio.to_thread(self.update, at_least=at_least, timeout=timeout)
 
     def close(self) -> None:
         """Leave; the model keeps its weights, and its own `generate`."""

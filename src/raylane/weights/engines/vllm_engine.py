@@ -114,10 +114,11 @@ class VllmReaders:
         if not self._is_async:
             run_now(self._attach())
 
-    def update(self, *, timeout: float | None = None) -> EngineUpdate:
-        """Take the newest version into an `LLM`; waits for the first one. For an `AsyncLLM`, await `update_async`.
+    def update(self, *, at_least: int = 1, timeout: float | None = None) -> EngineUpdate:
+        """Take the newest version into an `LLM`. For an `AsyncLLM`, await `update_async`.
 
-        When it returns, all workers have the version.
+        Waits for a version of the number `at_least` or more, if there is none yet. When it returns, all workers have
+        the version.
 
         Raises:
             WeightsTimeoutError: There is no version; or it was not here within `timeout` seconds. The engine goes on.
@@ -127,17 +128,17 @@ class VllmReaders:
         """
         if self._is_async:
             raise TypeError("the engine is an AsyncLLM: await update_async()")
-        return run_now(self.update_async(timeout=timeout))
+        return run_now(self.update_async(at_least=at_least, timeout=timeout))
 
-    async def update_async(self, *, timeout: float | None = None) -> EngineUpdate:
+    async def update_async(self, *, at_least: int = 1, timeout: float | None = None) -> EngineUpdate:
         """Take the newest version into an `AsyncLLM` that answers requests. Errors as those of `update`."""
         began_s, deadline = time.perf_counter(), Deadline.of_call(timeout or self._timeout)
         async with self._updating:
             if not self._attached:  # an AsyncLLM cannot be called while `attach` runs
                 await self._attach()
-            return await self._take(deadline, began_s)
+            return await self._take(at_least, deadline, began_s)
 
-    async def _take(self, deadline: Deadline, began_s: float) -> EngineUpdate:
+    async def _take(self, at_least: int, deadline: Deadline, began_s: float) -> EngineUpdate:
         """Bring the newest version into all workers; `began_s` is when the update began."""
         raise NotImplementedError
 
@@ -156,9 +157,8 @@ class VllmReaders:
         """Call a method of the readers."""
         return await self._calls.workers(method, {"reader": self._reader, **options})
 
-    async def _prepared_version(self, deadline: Deadline) -> int:
-        """Let all workers prepare the newest version, the same one; return its number."""
-        version = 1
+    async def _prepared_version(self, version: int, deadline: Deadline) -> int:
+        """Let all workers prepare the newest version from this number on, the same one; return its number."""
         while True:
             options = {"version": version, "timeout": deadline.left_s()}
             raise_error(await self._call_workers("prepare", options))
@@ -199,10 +199,10 @@ class VllmAttachment(VllmReaders):
         self._pause, self._clear_cache, self._invalid = pause, clear_cache, False
         super().__init__(engine, name, reader="", **options)
 
-    async def _take(self, deadline: Deadline, began_s: float) -> EngineUpdate:
+    async def _take(self, at_least: int, deadline: Deadline, began_s: float) -> EngineUpdate:
         if self._invalid:
             raise WeightsInvalidError(f"the workers of this engine use different versions of {self.name!r}. Restart it")
-        number = await self._prepared_version(deadline)
+        number = await self._prepared_version(at_least, deadline)
         paused_s = time.perf_counter()
         try:
             await self._calls.pause(self._pause, clear_cache=self._clear_cache)

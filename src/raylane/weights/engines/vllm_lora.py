@@ -142,9 +142,9 @@ class LoraAttachment(VllmReaders):
             )
         return self._requests[number]
 
-    async def _take(self, deadline: Deadline, began_s: float) -> EngineUpdate:
+    async def _take(self, at_least: int, deadline: Deadline, began_s: float) -> EngineUpdate:
         # After each error the engine has the versions that it had.
-        number = await self._prepared_version(deadline)
+        number = await self._prepared_version(at_least, deadline)
         if number < self.version:
             raise WeightsError(
                 f"{self.name!r} was dropped: its versions have begun anew with {number}, and the engine has "
