@@ -190,6 +190,17 @@ def test_dead_producer_loses_nothing_that_was_accepted() -> None:
     assert sorted(numbers(queue, 4)) == [1, 2, 3, 7]
 
 
+def test_queue_without_members_keeps_its_items(eventually: Callable[..., None]) -> None:
+    queue = TrajectoryQueue()
+    producer = member(queue)
+    ray.get(producer.put.remote([1, 2]))
+    kill(producer)
+    assert numbers(queue, 1) == [1]  # by the only member
+    (host,) = ray.get(queue._actor.hosts.remote()).values()
+    ray.kill(host)  # which is watched again
+    eventually(lambda: queue.stats().lost == 1)
+
+
 def test_dead_consumer_hands_its_items_on() -> None:
     queue = TrajectoryQueue()
     queue.put_many({"number": i, "tokens": torch.tensor([i])} for i in range(4))

@@ -51,6 +51,9 @@ class QueueActor:
         """Members that have left or died."""
         self._stranded: set[int] = set()
         """Members whose host's actor has died; they have to join again."""
+        self._last_wait = 0
+        self._waits: dict[str | int, int] = {}
+        """Number of the wait for the end of each host's actor and of each member, while it is under way."""
         self._tasks: set[Any] = set()
         """Tasks under way; an event loop keeps no tasks."""
         self._closed = False
@@ -62,7 +65,7 @@ class QueueActor:
         member = self._members
         self._host_of[member] = host
         self._book.add_producer(member, host)
-        self._start(self._watch_member(member, actor, pid, ticks))
+        self._start(self._watch_member(member, actor, self._new_wait(member), pid, ticks))
         return Membership(member, actor)
 
     async def leave(self, member: int) -> None:
@@ -73,6 +76,11 @@ class QueueActor:
         self._ended.add(member)
         self._book.remove_consumer(member)
         self._book.remove_producer(member)
+        # Ray lets an actor that nobody has a handle of wait five seconds for calls that it has made, before it ends.
+        self._end_wait(member, self._host_of[member])
+        if len(self._ended) == self._members:
+            for host in self._hosts:
+                self._end_wait(host, host)
         await self._notify()
 
     async def commit(self, member: int, commits: Sequence[Commit]) -> list[int]:
@@ -174,26 +182,42 @@ class QueueActor:
         """Return the actor of a host, which the first call starts."""
         if host not in self._hosts:
             there = NodeAffinitySchedulingStrategy(host, soft=False)
-            actor = (
+            self._hosts[host] = (
                 ray.remote(QueueHost).options(num_cpus=0, max_concurrency=10_000, scheduling_strategy=there).remote()
             )
-            self._hosts[host] = actor
-            self._start(self._watch_host(host, actor))
+        # Also again, after a time in which the queue had no members.
+        if host not in self._waits:
+            self._start(self._watch_host(host, self._hosts[host], self._new_wait(host)))
         return self._hosts[host]
 
-    async def _watch_member(self, member: int, host: Any, pid: int, ticks: int) -> None:
+    async def _watch_member(self, member: int, host: Any, wait: int, pid: int, ticks: int) -> None:
         with contextlib.suppress(ray.exceptions.RayActorError):
-            await host.wait_for_end.remote(pid, ticks)
+            await host.wait_for_end.remote(wait, pid, ticks)
+            self._waits.pop(member, None)
             await self.leave(member)
 
-    async def _watch_host(self, host: str, actor: Any) -> None:
+    async def _watch_host(self, host: str, actor: Any, wait: int) -> None:
         with contextlib.suppress(ray.exceptions.RayActorError):
-            await actor.wait.remote()
+            await actor.wait.remote(wait)
+            return  # the queue has no members
+        if self._hosts.get(host) is not actor:
+            return  # an earlier watch has seen it
         # The memory of its members is gone, and nobody watches them any more: they must join again.
         del self._hosts[host]
+        self._waits.pop(host, None)
         self._stranded |= {member for member, its_host in self._host_of.items() if its_host == host} - self._ended
         self._book.lose_host(host)
         await self._notify()
+
+    def _new_wait(self, key: str | int) -> int:
+        self._last_wait += 1
+        self._waits[key] = self._last_wait
+        return self._last_wait
+
+    def _end_wait(self, key: str | int, host: str) -> None:
+        wait = self._waits.pop(key, None)
+        if wait is not None and host in self._hosts:
+            self._hosts[host].end_wait.remote(wait)
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         async with self._changed:

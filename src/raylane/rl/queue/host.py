@@ -30,6 +30,8 @@ class QueueHost:
         vm.allow_readers()  # other processes of this user open the segments through /proc
         self._segments: dict[str, Segment] = {}
         """Segments by the path of this process."""
+        self._waits: dict[int, asyncio.Event] = {}
+        """What ends each wait, by its number; also of a wait that has yet to arrive, as Ray keeps no order."""
 
     async def hold(self, path: str) -> str:
         """Hold a segment of another process of this host; return its path here. FileNotFoundError if it is gone."""
@@ -64,9 +66,9 @@ class QueueHost:
         # Other items of the same memory are written meanwhile.
         return [put(tensors, on_mutation="allow")]
 
-    async def wait_for_end(self, pid: int, ticks: int) -> None:
-        """Return when a process of this host has ended; `ticks` is the time of its start."""
-        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    async def wait_for_end(self, wait: int, pid: int, ticks: int) -> None:
+        """Return when a process of this host has ended, or after `end_wait`; `ticks` is the time of its start."""
+        loop, ended = asyncio.get_running_loop(), self._waits.setdefault(wait, asyncio.Event())
 
         def note_end() -> None:
             loop.call_soon_threadsafe(ended.set)
@@ -77,7 +79,13 @@ class QueueHost:
                 await ended.wait()
             finally:
                 watch.forget()
+        del self._waits[wait]
 
-    async def wait(self) -> None:
-        """Never return: the caller learns of the end of this actor."""
-        await asyncio.get_running_loop().create_future()
+    async def wait(self, wait: int) -> None:
+        """Return after `end_wait` only: the caller learns of the end of this actor."""
+        await self._waits.setdefault(wait, asyncio.Event()).wait()
+        del self._waits[wait]
+
+    async def end_wait(self, wait: int) -> None:
+        """Let a wait return."""
+        self._waits.setdefault(wait, asyncio.Event()).set()
