@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM
 from raylane import weights
 from raylane.errors import WeightsError
 from raylane.rl import trainer
+from raylane.rl.config import GrpoRunConfig
 from raylane.rl.trainer import GrpoTrainer
 from raylane.weights.catalogue import actor_names
 
@@ -101,12 +102,10 @@ class Recomputation:
             reader.close()
 
 
-@pytest.mark.timeout(180 + 40 * KILLS)
-def test_random_kills_lose_and_double_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny.write_model(tmp_path)
-    config = config_in(
-        tmp_path / "run",
-        tmp_path,
+def endless_config(folder: Path) -> GrpoRunConfig:
+    return config_in(
+        folder / "run",
+        folder,
         grpo__max_num_steps=100_000,  # the run is stopped after the last kill
         grpo__mode="async",
         grpo__max_lag=2,
@@ -119,6 +118,12 @@ def test_random_kills_lose_and_double_no_step(tmp_path: Path, monkeypatch: pytes
         checkpointing__save_hf=False,
         checkpointing__keep_latest_k=2,
     )
+
+
+@pytest.mark.timeout(180 + 40 * KILLS)
+def test_random_kills_lose_and_double_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny.write_model(tmp_path)
+    config = endless_config(tmp_path)
     chance, killed, ended = random.Random(7), [], threading.Event()
     started: list[GrpoTrainer] = []
     recomputed = Recomputation(tmp_path / "model")
