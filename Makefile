@@ -33,6 +33,8 @@ $(STAMP): pyproject.toml constraints.txt hatch_build.py src/raylane/core/_native
 	$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt nixl \
 	  nixl-cu$$($(BIN)/python -c 'import torch; print((torch.version.cuda or "12").partition(".")[0])') || \
 	  echo "NIXL could not be installed: its tests will be skipped"
+	# Templates of chats and their marked versions, which tests compare with ours; its code is not run.
+	$(BIN)/python -m pip install --quiet --no-deps trl==1.16.0
 	touch $(STAMP)
 
 check: setup

@@ -46,7 +46,7 @@ QUESTIONS = [question(seed) for seed in range(8)]
 
 def test_trap_template_without_generation_spans(tmp_path: Path) -> None:
     run = made(tmp_path, QUESTIONS, PLAIN.replace("BODY", "{{ m.content + '<|im_end|>' }}"))
-    with pytest.raises(DataError, match=r"has no {% generation %}.*set policy.tokenizer.chat_template=chatml"):
+    with pytest.raises(DataError, match=r"the chat template neither marks .* policy.tokenizer.chat_template=chatml"):
         prepare(run)
 
 

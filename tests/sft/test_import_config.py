@@ -40,7 +40,7 @@ def test_import_names_what_is_missing(their_file: Path) -> None:
         "data.train.dataset_name='squad' is a data set that NeMo-RL downloads",
         "data.validation.dataset_name='squad'",
         "policy.model_name=some/model is no folder on this machine",
-        "policy.tokenizer.chat_template has no {% generation %}",
+        "policy.tokenizer.chat_template has neither {% generation %}",
     ):
         assert words in told
     assert len(made.to_do) == 4

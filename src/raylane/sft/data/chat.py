@@ -1,9 +1,10 @@
 """Conversion of conversations to tokens, with a mask of the tokens that the model is trained on.
 
 The mask comes from the `{% generation %}` spans of the chat template, through transformers'
-`return_assistant_tokens_mask`. This module checks that there are such spans, that they contain an end-of-turn token,
-and that they cover exactly what the assistant wrote. transformers is imported when first needed. Called by `prepare`,
-`audit` and the command line; knows nothing of data files.
+`return_assistant_tokens_mask`; for templates without such marks, from renderings of the conversation up to each answer
+(`spans`). This module checks that spans contain an end-of-turn token, and that they cover exactly what the assistant
+wrote. transformers is imported when first needed. Called by `prepare`, `audit` and the command line; knows nothing of
+data files.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import numpy as np
 
 from raylane.errors import ConfigError, DataError
 from raylane.sft.data.messages import Conversation
+from raylane.sft.data.spans import SpansUnknownError, assistant_spans
 from raylane.training.config.policy import TokenizerConfig
 
 START, END, PAD = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
@@ -32,6 +34,9 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message under which chat templates of transformers 5 find its reasoning (chat_template_utils)."""
 _THINK = re.compile(r"<think>.*?</think>", re.DOTALL)
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+_TokensAndSpans = tuple[np.ndarray, np.ndarray, list[tuple[int, int]]]
 
 
 @dataclass(frozen=True)
@@ -101,9 +106,10 @@ def runs(mask: np.ndarray) -> list[tuple[int, int]]:
 
 
 class ChatTokenizer:
-    """A transformers tokenizer with a chat template that marks the supervised text.
+    """A transformers tokenizer with a chat template.
 
-    Attributes: `hf` the tokenizer; `pad_id`, `vocab_size`; `end_ids` the tokens that end a turn.
+    Attributes: `hf` the tokenizer; `pad_id`, `vocab_size`; `end_ids` the tokens that end a turn; `has_marks`, True if
+    the template marks the text of the assistant.
     """
 
     def __init__(
@@ -127,13 +133,14 @@ class ChatTokenizer:
         if not isinstance(hf.chat_template, str):
             several = ", ".join(hf.chat_template)
             raise DataError(f"the tokenizer has several chat templates ({several}); name one in a Jinja file")
-        if not _GENERATION.search(hf.chat_template):
+        self.hf, self.has_marks = hf, bool(_GENERATION.search(hf.chat_template))
+        if not self.has_marks and "add_generation_prompt" not in hf.chat_template:
             raise DataError(
-                "the chat template has no {% generation %} ... {% endgeneration %}, so the tokens of the assistant are "
-                "not known; most published templates lack these marks, and raylane does not add them. Copy the "
-                "template into a file, put the marks around the assistant's text and its end token, and name the file "
-                "in policy.tokenizer.chat_template; or set policy.tokenizer.chat_template=chatml or llama3 if the "
-                "model knows the tokens of one of these (docs/howto/prepare-data.md)"
+                "the chat template neither marks the text of the assistant by {% generation %} ... {% endgeneration %} "
+                "nor has a generation prompt (add_generation_prompt), so it is not known where answers begin. Add the "
+                "marks to a copy of it, and name the file in policy.tokenizer.chat_template; or set "
+                "policy.tokenizer.chat_template=chatml or llama3 if the model knows the tokens of one of these "
+                "(docs/howto/prepare-data.md)"
             )
         for name, tokens in _OWN_TEMPLATES.items():
             if template == _own_template(name):
@@ -146,7 +153,6 @@ class ChatTokenizer:
                 hf.eos_token = tokens[-1]  # generation must stop at the token that ends a turn in this template
         if hf.eos_token_id is None and not extra_end_ids:
             raise DataError("the tokenizer has no end-of-sequence token; set eos_token in its tokenizer_config.json")
-        self.hf = hf
         self._template_kwargs = dict(template_kwargs or {})
         # A value for a parameter of transformers would change the call itself (tokenize=false) or fail in it.
         if taken := sorted(set(self._template_kwargs) & set(inspect.signature(hf.apply_chat_template).parameters)):
@@ -159,6 +165,7 @@ class ChatTokenizer:
         # Token ids may have gaps, so the number of tokens can be less than the largest id.
         self.vocab_size = max(len(hf), *(number + 1 for number in hf.get_vocab().values()))
         self._specials = [token.content for token in hf.added_tokens_decoder.values() if token.special]
+        self._end_tokens: list[str] = hf.convert_ids_to_tokens(sorted(self.end_ids))
 
     @classmethod
     def load(
@@ -206,20 +213,15 @@ class ChatTokenizer:
         sandbox limits neither time nor memory.
         """
         try:
-            out = self.hf.apply_chat_template(
-                list(conversation.messages),
-                tools=list(conversation.tools) if conversation.tools else None,
-                tokenize=True,
-                return_dict=True,
-                return_assistant_tokens_mask=True,
-                **self._template_kwargs,
-            )
+            tokens, supervised, spans = self._marked(conversation) if self.has_marks else self._rendered(conversation)
+        except SpansUnknownError as error:
+            raise DataError(
+                f"{conversation.where}: {error}. Change the conversation, or name a template with {{% generation %}} "
+                "marks in policy.tokenizer.chat_template, such as chatml or llama3 (docs/howto/prepare-data.md)"
+            ) from error
         except Exception as error:
             reason = str(error) or type(error).__name__
             raise DataError(f"{conversation.where}: the chat template refuses this conversation: {reason}") from error
-        tokens = np.asarray(out["input_ids"], dtype=np.int32)
-        supervised = np.asarray(out["assistant_masks"], dtype=np.bool_)
-        spans = runs(supervised)
         # Templates know nothing of `weight`, so spans of messages with weight 0 are removed here.
         if not all(conversation.weights):
             if len(spans) != len(conversation.weights):
@@ -237,6 +239,44 @@ class ChatTokenizer:
         if supervised.size:
             supervised[0] = False  # no token precedes it, so nothing can predict it
         return Encoded(tokens, supervised, len(spans), ended)
+
+    def _template_options(self, conversation: Conversation) -> dict[str, Any]:
+        return {"tools": list(conversation.tools) if conversation.tools else None, **self._template_kwargs}
+
+    def _marked(self, conversation: Conversation) -> _TokensAndSpans:
+        """Return tokens and mask, and the spans of tokens that the marks of the template say."""
+        out = self.hf.apply_chat_template(
+            list(conversation.messages),
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            **self._template_options(conversation),
+        )
+        supervised = np.asarray(out["assistant_masks"], dtype=np.bool_)
+        return np.asarray(out["input_ids"], dtype=np.int32), supervised, runs(supervised)
+
+    def _rendered(self, conversation: Conversation) -> _TokensAndSpans:
+        """Return the same for a template without marks: a span of tokens for each message of the assistant."""
+        options = self._template_options(conversation)
+
+        def render(messages: Sequence[dict[str, Any]], with_prompt: bool) -> str:
+            text: str = self.hf.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=with_prompt, **options
+            )
+            return text
+
+        text, parts = assistant_spans(render, conversation.messages, self._end_tokens, self._specials)
+        # The template writes the special tokens itself.
+        out = self.hf(text, add_special_tokens=False, return_offsets_mapping=True)
+        begins, ends = np.asarray(out["offset_mapping"], dtype=np.int64).reshape(-1, 2).T
+        supervised = np.zeros(len(begins), dtype=np.bool_)
+        spans = []
+        for start, end in parts:
+            # A token that begins before the span and ends in it counts too, as with marks.
+            inside = np.flatnonzero((ends > start) & (begins < end))
+            supervised[inside] = True
+            spans.append((int(inside[0]), int(inside[-1]) + 1) if inside.size else (0, 0))
+        return np.asarray(out["input_ids"], dtype=np.int32), supervised, spans
 
     def question(self, text: str) -> list[int]:
         """Return the tokens of one message of the user, and of what the template puts before the answer to it."""

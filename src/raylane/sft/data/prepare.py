@@ -339,8 +339,8 @@ class _Sets:
         if not counts.ended_turns:
             raise DataError(
                 f"none of the {counts.turns} assistant turns of the {name} data has its end token supervised, so the "
-                "model would never learn to stop; put the end token inside {% generation %} ... {% endgeneration %}, "
-                "or make it the tokenizer's eos_token"
+                "model would never learn to stop; make the token that ends a turn the tokenizer's eos_token, or put it "
+                "inside {% generation %} ... {% endgeneration %}"
             )
         return counts
 

@@ -133,7 +133,7 @@ def _unknown_problems(unknown: Mapping[str, str]) -> list[translate.Problem]:
 
 
 def _local_problems(document: Mapping[str, Any]) -> list[str]:
-    """Return what a run on this machine would refuse: names on a hub, and a template without marks."""
+    """Return what a run on this machine would refuse: names on a hub, and a template whose answers are unknown."""
     problems = []
     for key in ("policy.model_name", "policy.tokenizer.name"):
         name = keys.value_at(document, key)
@@ -144,9 +144,11 @@ def _local_problems(document: Mapping[str, Any]) -> list[str]:
                 f"set {key}=DIR"
             )
     template = keys.value_at(document, "policy.tokenizer.chat_template")
+    # The generation prompt says where answers begin as well; its variable has the word in its name too.
     if isinstance(template, str) and "{%" in template and "generation" not in template:
         problems.append(
-            "policy.tokenizer.chat_template has no {% generation %} ... {% endgeneration %}, which NeMo-RL does not "
-            "need: put these marks around the assistant's text and its end token, or set it to chatml or llama3"
+            "policy.tokenizer.chat_template has neither {% generation %} ... {% endgeneration %} nor a generation "
+            "prompt, which NeMo-RL does not need: put these marks around the assistant's text and its end token, or "
+            "set it to chatml or llama3"
         )
     return problems

@@ -58,8 +58,9 @@ class TokenizerConfig(Section):
     trains none; 259 are the bytes and special tokens alone. Not in NeMo-RL."""
     chat_template: str | None = None
     """Chat template. null or "default": the tokenizer's own template; "chatml" or "llama3": a template included in
-    raylane; text that contains {{ or {%: that text as the template; any other text: path of a Jinja file. The template
-    must mark the assistant's text with {% generation %} ... {% endgeneration %}."""
+    raylane; text that contains {{ or {%: that text as the template; any other text: path of a Jinja file. For
+    fine-tuning it marks the assistant's text with {% generation %} ... {% endgeneration %}, or has a generation
+    prompt."""
     chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(_null_as_empty)] = Field(default_factory=dict)
     """Values for variables of the chat template, e.g. enable_thinking; an open mapping. Pass the same values when you
     use the model."""
