@@ -28,7 +28,7 @@ from raylane.errors import WeightsError
 from raylane.rl import trainer
 from raylane.rl.config import GrpoRunConfig
 from raylane.rl.trainer import GrpoTrainer
-from raylane.weights.catalogue import actor_names
+from raylane.weights.catalogue import NAMESPACE, actor_names
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.faults, pytest.mark.usefixtures("cluster")]
 
@@ -51,7 +51,7 @@ def actors_of(running: GrpoTrainer, victim: str) -> list[Any]:
         return [rollouts.queue._actor]
     if victim == "queue host":
         return list(ray.get(rollouts.queue._actor.hosts.remote(), timeout=30).values())
-    return [ray.get_actor(name, namespace="raylane-weights") for name in actor_names(victim)]
+    return [ray.get_actor(name, namespace=NAMESPACE) for name in actor_names(victim)]
 
 
 def victims(chance: random.Random) -> Iterator[str]:

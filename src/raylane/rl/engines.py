@@ -123,8 +123,6 @@ class Rollouts:
         self._deaths = 0
         self._error: Exception | None = None
         self._closed = False
-        self._published = 0
-        """Optimizer steps in the newest weights that were published."""
         self.stale = 0
         """Number of groups that were too old, and made again."""
         self._thread = threading.Thread(target=self._wait_for_calls, name="raylane-rollouts", daemon=True)
@@ -133,7 +131,6 @@ class Rollouts:
     def begin_at(self, step: int) -> None:
         """Begin to sample for a step, whose weights are published; groups that were made before count no more."""
         with self._lock:
-            self._published = step
             self._schedule.begin_at(step)
             self._calls.clear()
             self._dispatch()
@@ -142,7 +139,6 @@ class Rollouts:
         """Note that the weights after so many steps are published."""
         self.queue.set_version(steps)
         with self._lock:
-            self._published = steps
             self._schedule.stepped(steps)
             self._dispatch()
 
@@ -237,7 +233,7 @@ class Rollouts:
             )
         except WeightsLostError:  # of a catalogue that was started again
             newest = -1
-        if newest < self._published:
+        if newest < self._schedule.done:
             self._publish_again()
 
     def _start(self, number: int) -> Any:

@@ -81,14 +81,22 @@ class RolloutReport:
     """Most memory that the actor's process has had."""
 
 
+class EngineWeights(NamedTuple):
+    """Weights that an engine has taken."""
+
+    version: int
+    """Number of their version."""
+    step: int
+    """Optimizer steps in them."""
+    seconds: float
+    """Seconds in which the engine could not sample because of the update; 0 if it had them already."""
+
+
 class Engine(Protocol):
     """Engine of a rollout actor."""
 
-    step: int
-    """Optimizer steps in its weights."""
-
-    def update(self, at_least: int, timeout_s: float) -> float:
-        """Wait for the weights after so many steps or more, and take the newest; return the seconds of the update."""
+    def update(self, version: int, timeout_s: float) -> EngineWeights:
+        """Wait for a version of the weights with this number or more, and take the newest."""
 
     def sample(self, prompts: Sequence[Sequence[int]], options: SamplingOptions, seed: int) -> Answers:
         """Return one answer to each prompt."""
@@ -101,17 +109,11 @@ class TransformersEngine:
         """Read the weights `name`. The model is on the device that samples."""
         self._model = model.eval()
         self._subscriber = weights.Subscriber(name, model)
-        self.step = -1
 
-    def update(self, at_least: int, timeout_s: float) -> float:
-        """Wait for weights that are new enough, and take the newest."""
-        version = 1
-        while True:
-            # The newest weights, also where older ones would do: fresher answers are worth more.
-            newest = self._subscriber.wait_for(version, timeout=timeout_s)
-            self.step, version = newest.step, newest.version + 1
-            if newest.step >= at_least:
-                return newest.seconds if newest.changed else 0.0
+    def update(self, version: int, timeout_s: float) -> EngineWeights:
+        """Wait for a version of the weights with this number or more, and take the newest."""
+        newest = self._subscriber.wait_for(version, timeout=timeout_s)
+        return EngineWeights(newest.version, newest.step, newest.seconds if newest.changed else 0.0)
 
     def sample(self, prompts: Sequence[Sequence[int]], options: SamplingOptions, seed: int) -> Answers:
         """Return one answer to each prompt."""
@@ -141,7 +143,7 @@ class RolloutActor:
 
     def make(self, batch: PromptBatch) -> RolloutReport:
         """Sample and score answers to prompts, and put a group for each prompt into the queue; return its figures."""
-        update_s = self._update(batch.at_least)
+        used = self._update(batch.at_least)
         began, samples = time.time(), self.options.samples
         repeated = [prompt.tokens for prompt in batch.prompts for _ in range(samples)]
         first = batch.prompts[0].number
@@ -162,18 +164,18 @@ class RolloutActor:
                 "logprobs": answers.logprobs[at, :longest].cpu(),
                 "lengths": answers.lengths[at].cpu(),
                 "rewards": torch.tensor([total for total, _ in scores]),
-                "step": self.engine.step,
+                "step": used.step,
             }
             groups.append((group, (batch.epoch, prompt.number), sum(lengths[at])))
         ended = time.time()
         for group, key, tokens in groups:
-            self.queue.put(group, group=key, versions=((self.engine.step, tokens),), timeout=self.timeout_s)
+            self.queue.put(group, group=key, versions=((used.step, tokens),), timeout=self.timeout_s)
         # Before the answer: the driver counts this batch as made, and would not notice what is lost with this process.
         self.queue.flush(timeout=self.timeout_s)
         # Plain numbers: reports go through Ray's control messages.
         means = tuple((sums / len(repeated)).tolist())
         memory = process_memory_bytes()
-        return RolloutReport(self.number, self.engine.step, began, ended, update_s, sum(lengths), means, memory)
+        return RolloutReport(self.number, used.step, began, ended, used.seconds, sum(lengths), means, memory)
 
     def answer(self, prompts: Sequence[Prompt], at_least: int, temperature: float) -> list[tuple[str, float]]:
         """Return text and reward of one answer to each prompt, with weights of so many steps or more."""
@@ -184,17 +186,23 @@ class RolloutActor:
         texts = self._texts(answers)
         return [(text, score(self.rewards, text, prompt.row)[0]) for text, prompt in zip(texts, prompts, strict=True)]
 
-    def _update(self, at_least: int) -> float:
-        """Let the engine take weights; return the seconds of the update."""
-        deadline = Deadline(self.timeout_s)
+    def _update(self, at_least: int) -> EngineWeights:
+        """Let the engine take the newest weights; wait until they are those after so many steps or more."""
+        deadline, version = Deadline(self.timeout_s), 1
         while True:
             try:
-                return self.engine.update(at_least, self.timeout_s)
+                # The newest weights, also where older ones would do: fresher answers are worth more.
+                taken = self.engine.update(version, self.timeout_s)
             except WeightsLostError:
                 # The driver lets the trainer publish them again (`Rollouts`).
                 if deadline.left_s() == 0:
                     raise
+                version = 1
                 time.sleep(_RETRY_S)
+                continue
+            if taken.step >= at_least:
+                return taken
+            version = taken.version + 1
 
     def _texts(self, answers: Answers) -> list[str]:
         """Return the answers as text, without their end tokens."""

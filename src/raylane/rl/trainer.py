@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import resource
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -30,7 +29,7 @@ from raylane.rl.policy import GrpoPolicy
 from raylane.rl.prompts import PromptSet, load_tokenizer, vocabulary_of
 from raylane.rl.queue.handle import TrajectoryQueue
 from raylane.rl.rewards import load_rewards
-from raylane.rl.rollout import Prompt
+from raylane.rl.rollout import Prompt, process_memory_bytes
 from raylane.rl.timeline import Timeline
 from raylane.training import storage
 from raylane.training.checkpoint import folders, publishing
@@ -289,7 +288,7 @@ class GrpoTrainer:
             "rollout_tokens_per_s": sum(report.tokens for report in reports) / seconds,
             "engine_pause_s": sum(report.update_s for report in reports) / max(1, len(reports)),
             "stale_groups": self.rollouts.stale,
-            "driver_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "driver_memory_bytes": process_memory_bytes(),
             **({"engine_memory_bytes": max(report.memory_bytes for report in reports)} if reports else {}),
             "loop_time_s": seconds,
         }

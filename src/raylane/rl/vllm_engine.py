@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from raylane import weights
 from raylane.rl.generation import Answers
-from raylane.rl.rollout import SamplingOptions
+from raylane.rl.rollout import EngineWeights, SamplingOptions
 
 DEFAULTS: Mapping[str, Any] = {
     # Versions are exchanged in the memory of the tensors, which compiled code would not see.
@@ -47,16 +47,11 @@ class VllmEngine:
 
         self._engine = LLM(model=folder, **{**DEFAULTS, **kwargs})
         self._attachment = weights.attach(self._engine, name)
-        self.step = -1
 
-    def update(self, at_least: int, timeout_s: float) -> float:
-        """Wait for weights that are new enough, and take the newest."""
-        version = 1
-        while True:
-            newest = self._attachment.update(at_least=version, timeout=timeout_s)
-            self.step, version = newest.step, newest.version + 1
-            if newest.step >= at_least:
-                return float(newest.pause_s) if newest.changed else 0.0
+    def update(self, version: int, timeout_s: float) -> EngineWeights:
+        """Wait for a version of the weights with this number or more, and take the newest."""
+        newest = self._attachment.update(at_least=version, timeout=timeout_s)
+        return EngineWeights(newest.version, newest.step, newest.pause_s if newest.changed else 0.0)
 
     def sample(self, prompts: Sequence[Sequence[int]], options: SamplingOptions, seed: int) -> Answers:
         """Return one answer to each prompt."""

@@ -31,7 +31,7 @@ class QueueHost:
         self._segments: dict[str, Segment] = {}
         """Segments by the path of this process."""
         self._waits: dict[int, asyncio.Event] = {}
-        """What ends each wait, by its number; also of a wait that has yet to arrive, as Ray keeps no order."""
+        """Event that ends each wait, by its number; also of a wait that has yet to arrive, as Ray keeps no order."""
 
     async def hold(self, path: str) -> str:
         """Hold a segment of another process of this host; return its path here. FileNotFoundError if it is gone."""
