@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ import numpy as np
 
 from raylane.errors import ConfigError, DataError
 from raylane.sft.data.messages import Conversation
-from raylane.sft.data.spans import SpansUnknownError, assistant_spans
+from raylane.sft.data.spans import THINK, SpansUnknownError, assistant_spans, can_be_searched, has_marks
 from raylane.training.config.policy import TokenizerConfig
 
 START, END, PAD = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
@@ -32,11 +31,9 @@ _OWN_TEMPLATES = {
 """Templates included in raylane (NAME.jinja beside this file) and their special tokens; the last one ends a turn."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message under which chat templates of transformers 5 find its reasoning (chat_template_utils)."""
-_THINK = re.compile(r"<think>.*?</think>", re.DOTALL)
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
-_TokensAndSpans = tuple[np.ndarray, np.ndarray, list[tuple[int, int]]]
+_TokensAndSpans = tuple[np.ndarray, list[tuple[int, int]]]
 
 
 @dataclass(frozen=True)
@@ -133,8 +130,8 @@ class ChatTokenizer:
         if not isinstance(hf.chat_template, str):
             several = ", ".join(hf.chat_template)
             raise DataError(f"the tokenizer has several chat templates ({several}); name one in a Jinja file")
-        self.hf, self.has_marks = hf, bool(_GENERATION.search(hf.chat_template))
-        if not self.has_marks and "add_generation_prompt" not in hf.chat_template:
+        self.hf, self.has_marks = hf, has_marks(hf.chat_template)
+        if not self.has_marks and not can_be_searched(hf.chat_template):
             raise DataError(
                 "the chat template neither marks the text of the assistant by {% generation %} ... {% endgeneration %} "
                 "nor has a generation prompt (add_generation_prompt), so it is not known where answers begin. Add the "
@@ -213,7 +210,7 @@ class ChatTokenizer:
         sandbox limits neither time nor memory.
         """
         try:
-            tokens, supervised, spans = self._marked(conversation) if self.has_marks else self._rendered(conversation)
+            tokens, spans = self._marked(conversation) if self.has_marks else self._rendered(conversation)
         except SpansUnknownError as error:
             raise DataError(
                 f"{conversation.where}: {error}. Change the conversation, or name a template with {{% generation %}} "
@@ -231,9 +228,9 @@ class ChatTokenizer:
                     "the weights, or use a template with one span per message"
                 )
             spans = [span for span, weight in zip(spans, conversation.weights, strict=True) if weight]
-            supervised = np.zeros_like(supervised)
-            for start, end in spans:
-                supervised[start:end] = True
+        supervised = np.zeros(len(tokens), dtype=np.bool_)
+        for start, end in spans:
+            supervised[start:end] = True
         ends = np.isin(tokens, list(self.end_ids))
         ended = sum(bool(ends[start:end].any()) for start, end in spans)
         if supervised.size:
@@ -244,7 +241,7 @@ class ChatTokenizer:
         return {"tools": list(conversation.tools) if conversation.tools else None, **self._template_kwargs}
 
     def _marked(self, conversation: Conversation) -> _TokensAndSpans:
-        """Return tokens and mask, and the spans of tokens that the marks of the template say."""
+        """Return the tokens, and the spans of them that the marks of the template say."""
         out = self.hf.apply_chat_template(
             list(conversation.messages),
             tokenize=True,
@@ -252,8 +249,8 @@ class ChatTokenizer:
             return_assistant_tokens_mask=True,
             **self._template_options(conversation),
         )
-        supervised = np.asarray(out["assistant_masks"], dtype=np.bool_)
-        return np.asarray(out["input_ids"], dtype=np.int32), supervised, runs(supervised)
+        mask = np.asarray(out["assistant_masks"], dtype=np.bool_)
+        return np.asarray(out["input_ids"], dtype=np.int32), runs(mask)
 
     def _rendered(self, conversation: Conversation) -> _TokensAndSpans:
         """Return the same for a template without marks: a span of tokens for each message of the assistant."""
@@ -269,14 +266,12 @@ class ChatTokenizer:
         # The template writes the special tokens itself.
         out = self.hf(text, add_special_tokens=False, return_offsets_mapping=True)
         begins, ends = np.asarray(out["offset_mapping"], dtype=np.int64).reshape(-1, 2).T
-        supervised = np.zeros(len(begins), dtype=np.bool_)
         spans = []
         for start, end in parts:
             # A token that begins before the span and ends in it counts too, as with marks.
             inside = np.flatnonzero((ends > start) & (begins < end))
-            supervised[inside] = True
             spans.append((int(inside[0]), int(inside[-1]) + 1) if inside.size else (0, 0))
-        return np.asarray(out["input_ids"], dtype=np.int32), supervised, spans
+        return np.asarray(out["input_ids"], dtype=np.int32), spans
 
     def question(self, text: str) -> list[int]:
         """Return the tokens of one message of the user, and of what the template puts before the answer to it."""
@@ -330,7 +325,7 @@ class ChatTokenizer:
         Tokenizers may change text (Unicode NFC), and templates may leave out reasoning that is part of the content of
         earlier turns.
         """
-        spoken = _THINK.sub("", text).strip()
+        spoken = THINK.sub("", text).strip()
         return any(
             variant in supervised_text or self._round_trip(variant).strip() in supervised_text
             for variant in (text, spoken)

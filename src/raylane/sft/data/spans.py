@@ -23,11 +23,23 @@ Render = Callable[[Sequence[dict[str, Any]], bool], str]
 _REASONING_PROMPT = re.compile(r"<think>\s*(</think>\s*)?$")
 """End of a generation prompt that opens the model's reasoning, or closes it: the model writes it in some templates, and
 the template in others. It belongs to the span."""
-_THINK = re.compile(r"<think>.*?</think>", re.DOTALL)
+THINK = re.compile(r"<think>.*?</think>", re.DOTALL)
+"""Reasoning within a text."""
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class SpansUnknownError(ValueError):
     """The template renders growing conversations in a way in which the text of the assistant cannot be found."""
+
+
+def has_marks(template: str) -> bool:
+    """Return True if a template marks the text of the assistant by {% generation %}."""
+    return _GENERATION.search(template) is not None
+
+
+def can_be_searched(template: str) -> bool:
+    """Return True if a template has a generation prompt, without which it is not known where answers begin."""
+    return "add_generation_prompt" in template
 
 
 def assistant_spans(
@@ -51,13 +63,15 @@ def assistant_spans(
                 f"message {number} does not begin where the template's generation prompt for it ends: the prompt ends "
                 f"with {prompt[-40:]!r}, and the rendered conversation goes on differently"
             )
-        end = _end(whole, start, render(messages[: number + 1], False), end_tokens, specials)
-        if end is not None and not any(token in whole[start:end] for token in end_tokens):
-            # A header of the next message that ends this one, such as <|user|> of GLM.
-            end += next((len(token) for token in end_tokens if whole.startswith(token, end)), 0)
+        is_last = number + 1 == len(messages)
+        until = whole if is_last else render(messages[: number + 1], False)
+        end = _end(whole, start, until, end_tokens, specials)
         if end is None:
             raise SpansUnknownError(f"the end of message {number} cannot be found in {whole[start : start + 80]!r}")
-        said = [_THINK.sub("", message["content"]).strip()]
+        if not any(token in whole[start:end] for token in end_tokens):
+            # A header of the next message that ends this one, such as <|user|> of GLM.
+            end += next((len(token) for token in end_tokens if whole.startswith(token, end)), 0)
+        said = [THINK.sub("", message["content"]).strip()]
         said += [call["function"]["name"] for call in message.get("tool_calls", ())]
         if lost := [text for text in said if text not in whole[start:end]]:
             raise SpansUnknownError(
@@ -76,14 +90,15 @@ def _end(whole: str, start: int, until: str, end_tokens: Sequence[str], specials
     for token in end_tokens:
         stem = until.removesuffix(token)
         if stem != until and whole.startswith(stem):
-            if any(stem.rstrip().endswith(special) for special in specials):
+            if stem.rstrip().endswith(tuple(specials)):
                 return len(stem)
             # Within a conversation another special token stands in its place.
             following = [special for special in specials if whole.startswith(special, len(stem))]
             return len(stem) + len(max(following, key=len)) if following else None
-    ends = [whole.find(token, start) + len(token) for token in end_tokens if token in whole[start:]]
+    ends = [place + len(token) for token in end_tokens if (place := whole.find(token, start)) >= 0]
     if not ends:
         return None
+    end = min(ends)
     # The end of the last turn shows whether white space after the token belongs to a turn.
     after = until[len(until.rstrip()) :]
-    return min(ends) + len(after) if whole.startswith(after, min(ends)) else min(ends)
+    return end + len(after) if whole.startswith(after, end) else end

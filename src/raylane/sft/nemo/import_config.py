@@ -15,6 +15,7 @@ from typing import Any
 from raylane.errors import ConfigError
 from raylane.sft.config.load import build_config
 from raylane.sft.config.schema import RunConfig
+from raylane.sft.data.spans import can_be_searched, has_marks
 from raylane.sft.nemo import translate
 from raylane.sft.nemo.keys import is_nemo_key, refusal
 from raylane.training.config import keys, overrides
@@ -144,8 +145,7 @@ def _local_problems(document: Mapping[str, Any]) -> list[str]:
                 f"set {key}=DIR"
             )
     template = keys.value_at(document, "policy.tokenizer.chat_template")
-    # The generation prompt says where answers begin as well; its variable has the word in its name too.
-    if isinstance(template, str) and "{%" in template and "generation" not in template:
+    if isinstance(template, str) and "{%" in template and not (has_marks(template) or can_be_searched(template)):
         problems.append(
             "policy.tokenizer.chat_template has neither {% generation %} ... {% endgeneration %} nor a generation "
             "prompt, which NeMo-RL does not need: put these marks around the assistant's text and its end token, or "
