@@ -9,12 +9,11 @@ import gc
 import os
 import signal
 import sys
-from pathlib import Path
 from typing import Any
 
 import ray
 import torch
-from tests.faults.transport_network_driver import say, until
+from tests.faults.transport_network_driver import cable_bytes, say, until
 from tests.faults.weights_network_driver import node_of
 
 from raylane.errors import QueueLostError
@@ -24,12 +23,6 @@ from raylane.testing.leaks import leaks, snapshot
 ELEMENTS = 250_000
 NBYTES = 8 * ELEMENTS
 """Bytes of an item."""
-
-
-def sent() -> int:
-    """Return the bytes that have left this host by its cable."""
-    line = next(line for line in Path("/proc/self/net/dev").read_text().splitlines() if "eth0" in line)
-    return int(line.split(":")[1].split()[8])
 
 
 class Member:
@@ -71,21 +64,21 @@ def member(queue: TrajectoryQueue, host: str) -> Any:
 
 
 def payloads_go_straight(queue: TrajectoryQueue) -> None:
-    """The driver's host, where the queue's actor is, sends tickets only."""
+    """Send tickets only from the driver's host, where the queue's actor is."""
     producer, consumer = member(queue, "one"), member(queue, "two")
     ray.get([producer.pid.remote(), consumer.pid.remote()], timeout=60)
-    before = sent()
+    before = cable_bytes()[1]
     taking = consumer.take.remote(10)
     ray.get(producer.put.remote(list(range(10))), timeout=60)
     assert ray.get(taking, timeout=60) == list(range(10))
-    share = (sent() - before) / (10 * NBYTES)
+    share = (cable_bytes()[1] - before) / (10 * NBYTES)
     say(f"{share:.3f} of the payloads left the driver's host")
     assert share < 0.1
     say("straight")
 
 
 def consumer_dies(queue: TrajectoryQueue) -> None:
-    """What a dead consumer of another host had goes to one of this host."""
+    """Hand the items of a dead consumer of another host on to one of this host."""
     producer, consumer, other = member(queue, "one"), member(queue, "two"), member(queue, "head")
     ray.get(producer.put.remote([1, 2, 3]), timeout=60)
     assert ray.get(consumer.take.remote(2, False), timeout=60) == [1, 2]
@@ -96,7 +89,7 @@ def consumer_dies(queue: TrajectoryQueue) -> None:
 
 
 def memory_dies(queue: TrajectoryQueue) -> None:
-    """The actor that held the items of a host dies: a consumer of another host is told, and the others are kept."""
+    """Tell a consumer of another host that the actor that held its items has died; keep the items of other hosts."""
     producer, near, consumer = member(queue, "one"), member(queue, "head"), member(queue, "two")
     ray.get(producer.put.remote([1, 2]), timeout=60)
     ray.get(near.put.remote([3]), timeout=60)

@@ -15,7 +15,7 @@ from typing import Any
 
 import ray
 import torch
-from tests.faults.transport_network_driver import ask, expected, say, until
+from tests.faults.transport_network_driver import ask, cable_bytes, expected, say, until
 
 import raylane
 from raylane.errors import RaylaneError
@@ -77,8 +77,7 @@ class Observer:
 
     def received(self) -> int:
         """Return the bytes that have come over the cable."""
-        line = next(line for line in Path("/proc/self/net/dev").read_text().splitlines() if "eth0" in line)
-        return int(line.split(":")[1].split()[0])
+        return cable_bytes()[0]
 
     def meeting(self) -> int:
         """Return the number of sockets of relays: one that listens, and one for each reader that waits."""

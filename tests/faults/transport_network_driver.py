@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -43,6 +44,13 @@ def until(condition: Callable[[], bool], what: str, within_s: float = 30.0) -> N
     while not condition():
         assert time.monotonic() < deadline, f"not within {within_s} s: {what}"
         time.sleep(0.02)
+
+
+def cable_bytes() -> tuple[int, int]:
+    """Return the bytes that this host has received and sent by its cable."""
+    line = next(line for line in Path("/proc/self/net/dev").read_text().splitlines() if "eth0" in line)
+    figures = line.split(":")[1].split()
+    return int(figures[0]), int(figures[8])
 
 
 class Maker:

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ray
 import torch
-from tests.faults.transport_network_driver import ask, say, until
+from tests.faults.transport_network_driver import ask, cable_bytes, say, until
 from tests.faults.weights_network_driver import kill_keeper, leave_nothing
 
 from raylane import weights
@@ -52,8 +51,7 @@ class Trainer:
 
     def sent(self) -> int:
         """Return the bytes that have left this host by its cable."""
-        line = next(line for line in Path("/proc/self/net/dev").read_text().splitlines() if "eth0" in line)
-        return int(line.split(":")[1].split()[8])
+        return cable_bytes()[1]
 
 
 class Reader:

@@ -8,12 +8,11 @@ from __future__ import annotations
 import gc
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import ray
 import torch
-from tests.faults.transport_network_driver import ask, say, until
+from tests.faults.transport_network_driver import ask, cable_bytes, say, until
 
 from raylane import weights
 from raylane.errors import WeightsError
@@ -46,8 +45,7 @@ class Rank:
 
     def sent(self) -> int:
         """Return the bytes that have left this host by its cable."""
-        line = next(line for line in Path("/proc/self/net/dev").read_text().splitlines() if "eth0" in line)
-        return int(line.split(":")[1].split()[8])
+        return cable_bytes()[1]
 
 
 class Reader:
