@@ -90,7 +90,7 @@ def test_blocks_are_used_again(host: Host) -> None:
     assert [item.block for item in written] == [1, 1, 2, 2, 3]
     assert host.writer.take_full() == [1, 2]
     assert host.writer.take_full() == []
-    host.writer.release([1])
+    host.writer.release([1], 4 * BLOCK)
     assert [host.writer.write(value).block for _ in range(3)] == [3, 1, 1]
 
 
@@ -99,11 +99,21 @@ def test_large_item_has_a_block_of_its_own(host: Host) -> None:
     assert host.read(large).sum() == 3 * BLOCK
     assert host.writer.write(1).block == large.block
     host.writer.write(torch.zeros(BLOCK // 2))
-    host.writer.release([large.block])
+    host.writer.release([large.block], 4 * BLOCK)
     # Beyond the limit of the queue, blocks of other sizes are given up.
     host.writer.write(torch.zeros(3 * BLOCK // 2))
     assert large.block not in host.writer.blocks
     assert len(host.held) == len(host.writer.blocks)
+
+
+def test_free_blocks_beyond_the_share_are_given_up(host: Host) -> None:
+    written = [host.writer.write(torch.zeros(BLOCK // 2, dtype=torch.uint8)).block for _ in range(4)]
+    host.writer.release(written[:2], 3 * BLOCK)
+    assert sorted(host.writer.blocks) == written[1:]
+    assert len(host.held) == 3
+    # Blocks in use are kept, whatever the share is.
+    host.writer.release([written[1]], BLOCK)
+    assert sorted(host.writer.blocks) == written[2:]
 
 
 def test_values_that_cannot_be_pickled_are_refused(host: Host) -> None:

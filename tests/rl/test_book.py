@@ -88,8 +88,8 @@ def test_bytes_are_those_of_the_blocks_in_use() -> None:
     assert made.room(BlockKey(1, 2), PLACE, [entry(), entry()]) == 2
     tickets = [ticket for group in made.take(7, 3) for ticket in group]
     made.acknowledge(7, [ticket.number for ticket in tickets])
-    assert made.take_free(1) == [1]
-    assert made.take_free(1) == []
+    assert made.take_free(1).numbers == [1]
+    assert made.take_free(1).numbers == []
     assert made.stats().nbytes == 100
     assert made.room(BlockKey(1, 3), PLACE, [entry()]) == 1
 
@@ -99,9 +99,9 @@ def test_block_is_free_when_its_producer_has_filled_it() -> None:
     put(made, entry())
     ((ticket,),) = made.take(7, 1)
     made.acknowledge(7, [ticket.number])
-    assert made.take_free(1) == []
+    assert made.take_free(1).numbers == []
     put(made, is_full=True)
-    assert made.take_free(1) == [1]
+    assert made.take_free(1).numbers == [1]
 
 
 def test_old_items_are_dropped_and_counted() -> None:
@@ -230,4 +230,16 @@ def test_random_traffic_ends_every_item_once(seed: int) -> None:
         made.acknowledge(9, [ticket.number for ticket in group])
     assert made.is_drained()
     assert made.stats().nbytes == 0
-    assert len(made.abandoned()) + sum(len(made.take_free(producer)) for producer in (1, 2)) <= sum(blocks.values())
+    assert len(made.abandoned()) + sum(len(made.take_free(producer).numbers) for producer in (1, 2)) <= sum(
+        blocks.values()
+    )
+
+
+def test_producers_share_the_memory_of_free_blocks() -> None:
+    made = book(max_bytes=1000)
+    assert made.take_free(1).limit == 1000
+    for producer in (1, 2):
+        put(made, producer=producer)
+    assert made.take_free(1).limit == 500
+    made.remove_producer(2)
+    assert made.take_free(1).limit == 1000

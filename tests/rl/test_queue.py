@@ -252,9 +252,9 @@ def test_five_gigabytes_pass_beside_the_driver() -> None:
     results = ray.get(consuming, timeout=60)
     assert sorted(number for taken, _ in results for number in taken) == list(range(count))
     assert 0 < most <= queue.options.max_bytes
-    # Of 5 GiB.
+    # Of 5 GiB. A producer may keep free memory up to its half of the queue while the other one fills all of it.
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < 32 << 20
-    assert all(grown < 320 << 20 for _, grown in results)
+    assert all(grown < queue.options.max_bytes * 3 // 2 + (32 << 20) for _, grown in results)
 
 
 def test_tickets_are_opened_by_other_processes() -> None:

@@ -14,7 +14,16 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raylane.errors import QueueClosedError, QueueLostError, QueueTimeoutError
-from raylane.rl.queue.book import AnnouncedItem, BlockKey, BlockPlace, ItemTicket, QueueBook, QueueOptions, QueueStats
+from raylane.rl.queue.book import (
+    AnnouncedItem,
+    BlockKey,
+    BlockPlace,
+    FreeBlocks,
+    ItemTicket,
+    QueueBook,
+    QueueOptions,
+    QueueStats,
+)
 from raylane.rl.queue.host import QueueHost
 
 
@@ -83,7 +92,7 @@ class QueueActor:
                 self._end_wait(host, host)
         await self._notify()
 
-    async def commit(self, member: int, commits: Sequence[Commit]) -> list[int]:
+    async def commit(self, member: int, commits: Sequence[Commit]) -> FreeBlocks:
         """Accept items as soon as there is room; return the blocks that the producer may use again.
 
         QueueClosedError if the queue is closed, also while this waits.

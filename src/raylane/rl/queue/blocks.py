@@ -96,7 +96,7 @@ class BlockWriter:
     nbytes: int
     """Size of a block; an item that is larger gets a block of its own."""
     limit: int
-    """Size of all blocks from which unused ones are given up for one of another size."""
+    """Bytes of all blocks above which free ones are given up."""
     hold: Callable[[str], str]
     """Lets the host hold a segment of this process; returns its path there. The memory then outlives this process."""
     forget: Callable[[list[str]], object]
@@ -124,11 +124,13 @@ class BlockWriter:
         full, self.full = self.full, []
         return full
 
-    def release(self, numbers: list[int]) -> None:
-        """Note blocks whose items have all ended."""
+    def release(self, numbers: list[int], limit: int) -> None:
+        """Note blocks whose items have all ended, and the new limit."""
         for number in numbers:
             self.blocks[number].free = True
             self.blocks[number].end = PAGE_BYTES
+        self.limit = limit
+        self._give_up_free(limit)
 
     def _block_for(self, nbytes: int) -> int:
         """Return a block with room for an item."""
@@ -148,9 +150,7 @@ class BlockWriter:
         return number
 
     def _new_block(self, size: int) -> int:
-        unused = [number for number, block in self.blocks.items() if block.free]
-        while unused and size + sum(block.segment.nbytes for block in self.blocks.values()) > self.limit:
-            self.forget([self.blocks.pop(unused.pop(0)).path])
+        self._give_up_free(self.limit - size)
         # Pages take memory when they are touched, so a block that is hardly used costs little.
         segment = Segment.make(size)
         try:
@@ -160,3 +160,9 @@ class BlockWriter:
         self._numbers += 1
         self.blocks[self._numbers] = _WriteBlock(segment, path)
         return self._numbers
+
+    def _give_up_free(self, limit: int) -> None:
+        """Give free blocks up, the oldest first, until all blocks have `limit` bytes at most."""
+        free = [number for number, block in self.blocks.items() if block.free]
+        while free and sum(block.segment.nbytes for block in self.blocks.values()) > limit:
+            self.forget([self.blocks.pop(free.pop(0)).path])

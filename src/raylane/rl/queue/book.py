@@ -197,6 +197,14 @@ class QueueStats:
     """Tokens of the acknowledged items by the version that made them."""
 
 
+class FreeBlocks(NamedTuple):
+    """Blocks that a producer may use again."""
+
+    numbers: list[int]
+    limit: int
+    """Bytes of all its blocks above which it gives free ones up: its share of the queue."""
+
+
 class QueueBook:
     """All items of one queue that have not ended."""
 
@@ -214,6 +222,8 @@ class QueueBook:
         """Heap of complete groups by rank and number of their first items."""
         self._free: dict[int, list[int]] = {}
         """Numbers of the blocks that a producer may use again and was not told of yet, by producer."""
+        self._putting: set[int] = set()
+        """Producers that have put items, and are still there."""
         self._abandoned: list[BlockPlace] = []
         """Blocks of producers that are gone, which nobody needs any more."""
         self._producers: dict[int, str] = {}
@@ -251,6 +261,7 @@ class QueueBook:
         # Items are never refused here: `room` has decided, and the actor runs nothing in between.
         if key not in self._blocks:
             self._blocks[key] = _Block(place)
+            self._putting.add(key.producer)
             self.nbytes += place.nbytes
         block = self._blocks[key]
         block.is_full |= is_full
@@ -282,16 +293,17 @@ class QueueBook:
         else:
             self._push(members)
 
-    def take_free(self, producer: int) -> list[int]:
+    def take_free(self, producer: int) -> FreeBlocks:
         """Return the blocks that a producer may use again, once."""
         free = self._free.get(producer, [])
         self._free[producer] = []
-        return free
+        return FreeBlocks(free, self.options.max_bytes // max(1, len(self._putting)))
 
     def remove_producer(self, producer: int) -> None:
         """Note that a producer has left or died. Its complete groups stay, the others cannot be completed."""
         self._producers.pop(producer, None)
         self._free.pop(producer, None)
+        self._putting.discard(producer)
         broken = [
             members
             for members in self._waiting.values()

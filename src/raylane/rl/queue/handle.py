@@ -27,7 +27,7 @@ from raylane.core.semaphore import Segment
 from raylane.errors import QueueError, QueueLostError, QueueTimeoutError
 from raylane.rl.queue.actor import Commit, QueueActor
 from raylane.rl.queue.blocks import BlockWriter, block_bytes, read_item
-from raylane.rl.queue.book import AnnouncedItem, BlockPlace, ItemTicket, QueueOptions, QueueStats, Versions
+from raylane.rl.queue.book import AnnouncedItem, BlockPlace, FreeBlocks, ItemTicket, QueueOptions, QueueStats, Versions
 from raylane.rl.queue.host import ItemRange
 from raylane.transport.link.endpoint import endpoint
 
@@ -94,7 +94,8 @@ class TrajectoryQueue:
 
         Args:
             max_items: Largest number of items that have been put and not acknowledged; `put` waits beyond it.
-            max_bytes: The same for their shared memory, in bytes, on all hosts together.
+            max_bytes: The same for their shared memory, in bytes, on all hosts together. Producers keep free memory for
+                their next items, each one at most its share of this.
             group_size: Number of items with the same `group` that are handed out together, as the samples of a prompt.
             order: `fifo`, or `newest`: items of the newest weights first.
             max_lag: Drop items, and count them, whose oldest weights are more versions behind than this.
@@ -496,7 +497,7 @@ class _ItemSender:
                     return
                 commits = self._take_pending()
                 self._announced = False
-            free: list[int] = []
+            free = FreeBlocks([], self._writer.limit)
             try:
                 free = call(self._actor, "commit", self._member, commits, deadline=Deadline(None))
             except Exception as error:
@@ -505,7 +506,7 @@ class _ItemSender:
                     self._error = kind, str(error)
             with self._changed:
                 self._announced = True
-                self._writer.release(free)
+                self._writer.release(*free)
                 self._changed.notify_all()
                 if self._error is not None:
                     return

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from raylane.core import vm
 from raylane.core.semaphore import Segment
 from raylane.core.watcher import watcher
+from raylane.rl.queue.blocks import PAGE_BYTES
 
 
 class ItemRange(NamedTuple):
@@ -43,11 +44,12 @@ class QueueHost:
         return held
 
     async def forget(self, paths: Sequence[str]) -> None:
-        """Give segments up. Readers keep what they map."""
+        """Give segments up that nobody may read any more. Readers that still map them read zeros."""
         for path in paths:
             segment = self._segments.pop(path, None)
             if segment is not None:
                 segment.close_fd()
+                segment.discard(PAGE_BYTES)  # now, not with the last mapping of a consumer
 
     async def read(self, ranges: Sequence[ItemRange]) -> list[Any]:
         """Return one ref of the bytes of these items, as a list of tensors: for consumers of other hosts.
