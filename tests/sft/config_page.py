@@ -115,6 +115,8 @@ def _type(annotation: Any, metadata: list[Any]) -> str:
         return "text or list of text" if args[-1] is Ellipsis else f"list of {len(args)} {_type(args[0], [])}"
     if origin is dict:
         return "open mapping"
+    if _is_model(annotation):
+        return "mapping"
     word = {int: "integer", float: "number", bool: "true or false", str: "text"}[annotation]
     bounds = [text for constraint in _flat(metadata) if (text := _bound(constraint))]
     return f"{word} {', '.join(bounds)}" if bounds else word

@@ -10,7 +10,7 @@ from typing import Any
 from raylane.sft.config.load import build_config
 from raylane.sft.config.schema import RunConfig
 from raylane.sft.data.chat import ChatTokenizer
-from raylane.sft.data.messages import Conversation, parse_conversation
+from raylane.sft.data.messages import Conversation, conversation_of, parse_line
 from raylane.training.config.overrides import merge
 from raylane.training.config.policy import TokenizerConfig
 
@@ -38,7 +38,8 @@ def turn(role: str, content: Any, **more: Any) -> dict[str, Any]:
 
 
 def talk(*messages: dict[str, Any], **more: Any) -> Conversation:
-    return parse_conversation(json.dumps({"messages": list(messages), **more}), "talk.jsonl:1")
+    where = "talk.jsonl:1"
+    return conversation_of(parse_line(json.dumps({"messages": list(messages), **more}), where), where)
 
 
 def sentence(seed: int, num_words: int) -> str:

@@ -10,6 +10,7 @@ import pytest
 
 from raylane.errors import ConfigError, DataError
 from raylane.sft.data.chat import ChatTokenizer, chatml_template, runs, template_text, train_tokenizer
+from raylane.sft.data.messages import conversation_of
 from raylane.training.config.policy import TokenizerConfig
 from sft.conversations import question, talk, tokenizer, turn
 
@@ -144,8 +145,17 @@ def test_a_missing_folder_is_named() -> None:
 
 
 def test_no_template_at_all_is_answered_with_what_to_set() -> None:
-    with pytest.raises(DataError, match=r"no chat template; set policy.tokenizer.chat_template=chatml"):
-        ChatTokenizer(train_tokenizer(["a"], 300))
+    chat = ChatTokenizer(train_tokenizer(["a"], 300))
+    with pytest.raises(ConfigError, match=r"no chat template; set policy.tokenizer.chat_template=chatml"):
+        chat.encode(talk(turn("user", "a"), turn("assistant", "b")))
+
+
+def test_plain_text_needs_no_template_and_ends() -> None:
+    chat = ChatTokenizer(train_tokenizer(["a"], 300))
+    encoded = chat.encode(conversation_of({"text": "Ab c"}, "f:1"))
+    assert chat.decode(encoded.tokens) == "Ab c<|im_end|>"
+    assert encoded.supervised.tolist() == [False, True, True, True, True]
+    assert (encoded.num_turns, encoded.num_ended_turns) == (1, 1)
 
 
 def test_weight_needs_one_span_for_each_message() -> None:

@@ -19,8 +19,10 @@ import pytest
 from raylane.errors import ConfigError, DataError
 from raylane.sft.config.schema import RunConfig
 from raylane.sft.data.chat import ChatTokenizer, chatml_template
+from raylane.sft.data.encoding import fit
+from raylane.sft.data.messages import conversation_of
 from raylane.sft.data.mixing import open_rows
-from raylane.sft.data.prepare import PREPARED, DataCounts, PreparedData, fit, prepare, warnings
+from raylane.sft.data.prepare import PREPARED, DataCounts, PreparedData, prepare, warnings
 from raylane.sft.data.rows import TokenCache
 from raylane.training.config.load import dump
 from raylane.training.labels import IGNORED
@@ -74,13 +76,11 @@ def test_split_predicts_every_supervised_token_exactly_once(row_tokens: int) -> 
 
 
 def test_documents_are_the_encoded_conversations(tmp_path: Path) -> None:
-    from raylane.sft.data.messages import read_conversations
-
     run = made(tmp_path)
     prepared = prepare(run)
     rows = open_rows(prepared.train, run.policy, prepared.pad_id)
     chat = ChatTokenizer.load(prepared.tokenizer_dir)
-    for index, conversation in enumerate(read_conversations(run.data.train)):
+    for index, conversation in enumerate(conversation_of(question(seed), "here") for seed in range(12)):
         tokens, supervised = rows.cache.document(index)
         encoded = chat.encode(conversation)
         assert tokens.tolist() == encoded.tokens.tolist()
@@ -97,9 +97,11 @@ def test_documents_are_the_encoded_conversations(tmp_path: Path) -> None:
 def test_a_second_call_finds_the_first_ones_work(tmp_path: Path) -> None:
     run = made(tmp_path)
     first = prepare(run)
-    stamp = (first.train / "tokens.bin").stat().st_mtime_ns
+    (file,) = first.train.glob("*.arrow")
+    stamp = file.stat().st_mtime_ns
     assert prepare(run) == first
-    assert (first.train / "tokens.bin").stat().st_mtime_ns == stamp
+    assert file.stat().st_mtime_ns == stamp
+    assert sorted(path.name for path in first.train.parent.iterdir()) == ["prepared.json", "tokenizer", "train"]
     assert not list((tmp_path / "cache").glob("*.draft*"))
 
 
@@ -297,15 +299,17 @@ def test_prepared_file_cannot_name_folders_elsewhere(tmp_path: Path) -> None:
     assert prepare(run) == prepared
 
 
-def test_damaged_offsets_are_named(tmp_path: Path) -> None:
+def test_damaged_cache_is_named(tmp_path: Path) -> None:
     folder = prepare(made(tmp_path)).train
-    for offsets in (b"", b"\x93NUMPY", np.array([0.0, 4.0]), np.array([0, 9, 5]), np.array([[0, 1]]), np.array([])):
-        if isinstance(offsets, bytes):
-            (folder / "offsets.npy").write_bytes(offsets)
-        else:
-            np.save(folder / "offsets.npy", offsets)
-        with pytest.raises(DataError, match=r"Delete it and run the command again|token cache .* cannot be read"):
+    (file,) = folder.glob("*.arrow")
+    whole = file.read_bytes()
+    for content in (b"", b"\x93NUMPY", whole[:100], whole[: len(whole) // 2]):
+        file.write_bytes(content)
+        with pytest.raises(DataError, match=r"token cache .* Delete it and run the command again"):
             TokenCache(folder)
+    file.unlink()
+    with pytest.raises(DataError, match=r"cannot be read on this machine: no files\. Delete it"):
+        TokenCache(folder)
 
 
 @pytest.mark.processes

@@ -46,7 +46,7 @@ QUESTIONS = [question(seed) for seed in range(8)]
 
 def test_trap_template_without_generation_spans(tmp_path: Path) -> None:
     run = made(tmp_path, QUESTIONS, PLAIN.replace("BODY", "{{ m.content + '<|im_end|>' }}"))
-    with pytest.raises(DataError, match=r"the chat template neither marks .* policy.tokenizer.chat_template=chatml"):
+    with pytest.raises(ConfigError, match=r"the chat template neither marks .* policy.tokenizer.chat_template=chatml"):
         prepare(run)
 
 
@@ -55,7 +55,7 @@ def test_trap_tokenizer_folder_without_generation_spans(tmp_path: Path) -> None:
     hf.chat_template = PLAIN.replace("BODY", "{{ m.content }}")
     hf.save_pretrained(str(tmp_path / "tok"))
     run = made(tmp_path, QUESTIONS, policy={"tokenizer": {"train_vocab_size": None, "name": str(tmp_path / "tok")}})
-    with pytest.raises(DataError, match="generation"):
+    with pytest.raises(ConfigError, match="generation"):
         prepare(run)
 
 
@@ -290,9 +290,9 @@ def test_trap_environment_ends_up_in_the_saved_configuration(tmp_path: Path, mon
 
 def test_trap_damaged_cache_is_read_as_data(tmp_path: Path) -> None:
     prepared = prepare(made(tmp_path, QUESTIONS))
-    path = prepared.train / "tokens.bin"
-    path.write_bytes(path.read_bytes()[:-4])
-    with pytest.raises(DataError, match="is damaged"):
+    (path,) = prepared.train.glob("*.arrow")
+    path.write_bytes(path.read_bytes()[:-400])
+    with pytest.raises(DataError, match=r"cannot be read .* Delete it"):
         TokenCache(prepared.train)
 
 

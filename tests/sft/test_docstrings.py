@@ -9,7 +9,7 @@ import pytest
 
 from raylane.errors import DataError
 from raylane.sft.data.docstrings import collect, pairs_of_source, source_files, summary, write_set
-from raylane.sft.data.messages import read_conversations
+from raylane.sft.data.messages import Conversation, conversation_of, parse_line
 
 SOURCE = '''
 """Tools for adding numbers and for nothing else."""
@@ -34,6 +34,10 @@ async def total(xs):
     for each.
     """
 '''
+
+
+def conversations(path: Path) -> list[Conversation]:
+    return [conversation_of(parse_line(line, path.name), path.name) for line in path.read_text().splitlines()]
 
 
 def test_pairs_are_about_the_public_names_of_a_module() -> None:
@@ -101,7 +105,7 @@ def test_standard_library_gives_a_stable_set_of_pairs(tmp_path: Path) -> None:
     for name in ("train.jsonl", "validation.jsonl"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
     sides = [
-        {one.messages[1]["content"] for one in read_conversations([tmp_path / "a" / name])}
+        {one.messages[1]["content"] for one in conversations(tmp_path / "a" / name)}
         for name in ("train.jsonl", "validation.jsonl")
     ]
     assert not sides[0] & sides[1]

@@ -1,17 +1,21 @@
-"""Reading conversations: every form that is accepted, and a message with file and line for every one that is not."""
+"""Rows as conversations: every form that is accepted, and a message with file and line for every one that is not."""
 
 from __future__ import annotations
 
-import gzip
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from raylane.errors import DataError
-from raylane.sft.data.messages import is_held_out, parse_conversation, read_conversations
-from sft.conversations import question, talk, turn, write_jsonl
+from raylane.sft.data.formats import ColumnKeys
+from raylane.sft.data.messages import Conversation, conversation_of, is_held_out, parse_line
+from sft.conversations import question, talk, turn
+
+
+def parsed_line(line: str, where: str, *options: Any) -> Conversation:
+    return conversation_of(parse_line(line, where), where, *options)
+
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 
@@ -53,9 +57,15 @@ def test_weights_are_read_for_each_assistant_message() -> None:
 
 BAD_LINES: list[tuple[Any, list[str]]] = [
     ("{", ["not JSON"]),
-    ([1], ["a list"]),
+    ([1], ["must be a JSON object, got a list"]),
     ({"message": []}, ["no key 'messages'", "data.messages_key=message"]),
-    ({"prompt": "a"}, ["no key 'messages' among ['prompt']", "role"]),
+    ({"prompt": "a"}, ["no known layout has the keys ['prompt']", "data.input_key"]),
+    ({"chosen": "a", "rejected": "b"}, ["a choice between two answers"]),
+    ({"text": 3}, ["'text' is a int, not a text"]),
+    ({"conversations": [{"from": "robot", "value": "x"}]}, ["message 0: unknown role 'robot'"]),
+    ({"conversations": [{"from": "function_call", "value": "no JSON"}]}, ["tool call 0"]),
+    ({"instruction": "a", "output": "b", "history": ["c"]}, ["'history' must be a list of questions"]),
+    ({"messages": [turn("user", "x")], "tools": "[{"}, ["'tools' is a text that is not JSON"]),
     ({"messages": []}, ["at least one message"]),
     ({"messages": ["hi"]}, ["message 0", "a str"]),
     ({"messages": [turn("assistent", "x")]}, ["unknown role 'assistent'", "did you mean 'assistant'?"]),
@@ -90,7 +100,7 @@ BAD_LINES: list[tuple[Any, list[str]]] = [
 @pytest.mark.parametrize(("line", "words"), [case for case in BAD_LINES if case[1]])
 def test_unusable_row_names_file_and_line(line: Any, words: list[str]) -> None:
     with pytest.raises(DataError) as error:
-        parse_conversation(line if isinstance(line, str) else json.dumps(line), "chat.jsonl:7")
+        parsed_line(line if isinstance(line, str) else json.dumps(line), "chat.jsonl:7")
     for word in ["chat.jsonl:7", *words]:
         assert word in str(error.value)
 
@@ -98,42 +108,18 @@ def test_unusable_row_names_file_and_line(line: Any, words: list[str]) -> None:
 def test_surrogate_pairs_are_joined() -> None:
     line = json.dumps({"messages": [turn("user", "\N{GRINNING FACE}")]})
     assert "\\ud83d\\ude00" in line
-    assert parse_conversation(line, "chat.jsonl:1").messages[0]["content"] == "\N{GRINNING FACE}"
-
-
-def test_files_are_read_in_order_without_blank_lines(tmp_path: Path) -> None:
-    first = write_jsonl(tmp_path / "a.jsonl", [question(1)])
-    second = tmp_path / "b.jsonl"
-    second.write_text("\ufeff" + json.dumps(question(2)) + "\n\n" + json.dumps(question(3)), encoding="utf-8")
-    where = [one.where for one in read_conversations([first, second])]
-    assert where == [f"{first}:1", f"{second}:1", f"{second}:3"]
-
-
-def test_other_keys_may_hold_the_messages(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", [{"conversation": question(1)["messages"]}])
-    assert len(list(read_conversations([path], "conversation"))) == 1
-
-
-def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"none\.jsonl: No such file"):
-        list(read_conversations([tmp_path / "none.jsonl"]))
-    (tmp_path / "empty.jsonl").write_text("\n\n")
-    with pytest.raises(DataError, match="holds no conversation"):
-        list(read_conversations([tmp_path / "empty.jsonl"]))
-    (tmp_path / "latin.jsonl").write_bytes('{"messages": "é"}'.encode("latin-1"))
-    with pytest.raises(DataError, match="not UTF-8"):
-        list(read_conversations([tmp_path / "latin.jsonl"]))
+    assert parsed_line(line, "chat.jsonl:1").messages[0]["content"] == "\N{GRINNING FACE}"
 
 
 def test_a_digest_depends_on_the_messages_alone() -> None:
     line = json.dumps(question(1))
-    one, other = parse_conversation(line, "a:1"), parse_conversation(line, "b:9")
+    one, other = parsed_line(line, "a:1"), parsed_line(line, "b:9")
     assert one.digest() == other.digest()
-    assert one.digest() != parse_conversation(json.dumps(question(2)), "a:1").digest()
+    assert one.digest() != parsed_line(json.dumps(question(2)), "a:1").digest()
 
 
 def test_about_the_asked_part_is_held_out() -> None:
-    digests = [parse_conversation(json.dumps(question(seed)), "a:1").digest() for seed in range(2000)]
+    digests = [parsed_line(json.dumps(question(seed)), "a:1").digest() for seed in range(2000)]
     assert 150 < sum(is_held_out(digest, 0.1) for digest in digests) < 250
     assert not any(is_held_out(digest, 0.0) for digest in digests)
 
@@ -151,7 +137,7 @@ def test_about_the_asked_part_is_held_out() -> None:
 )
 def test_lossy_json_names_file_and_line(line: str, words: str) -> None:
     with pytest.raises(DataError, match=rf"f\.jsonl:3[:,] .*{words}"):
-        parse_conversation(line, "f.jsonl:3")
+        parsed_line(line, "f.jsonl:3")
 
 
 @pytest.mark.parametrize("arguments", ['{"a":' * 100_000, '{"a":' * 150 + "1" + "}" * 150, "9" * 5000])
@@ -159,18 +145,18 @@ def test_hostile_arguments_are_named_with_file_and_line(arguments: str) -> None:
     call = {"function": {"name": "f", "arguments": arguments}}
     line = json.dumps({"messages": [{"role": "assistant", "tool_calls": [call]}]})
     with pytest.raises(DataError, match=r"f\.jsonl:3, message 0, tool call 0: "):
-        parse_conversation(line, "f.jsonl:3")
+        parsed_line(line, "f.jsonl:3")
 
 
 PAIR = ("question", "answer")
 
 
 def test_pair_of_texts_becomes_two_messages() -> None:
-    parsed = parse_conversation('{"question": "a?", "answer": "b", "id": 1}', "f:1", "messages", PAIR)
+    parsed = parsed_line('{"question": "a?", "answer": "b", "id": 1}', "f:1", ColumnKeys("messages", PAIR))
     assert parsed.messages == ({"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"})
     assert parsed.weights == (True,)
     line = json.dumps({**question(1), "question": "a?", "answer": "b"})
-    assert parse_conversation(line, "f:1", "messages", PAIR).messages == talk(*question(1)["messages"]).messages
+    assert parsed_line(line, "f:1", ColumnKeys("messages", PAIR)).messages == talk(*question(1)["messages"]).messages
 
 
 @pytest.mark.parametrize(
@@ -185,7 +171,7 @@ def test_pair_of_texts_becomes_two_messages() -> None:
 )
 def test_pair_without_texts_names_the_line_and_the_key(line: str, told: str) -> None:
     with pytest.raises(DataError, match=rf"f:1: {told}"):
-        parse_conversation(line, "f:1", "messages", PAIR)
+        parsed_line(line, "f:1", ColumnKeys("messages", PAIR))
 
 
 ALPACA = ("instruction", "output")
@@ -206,8 +192,8 @@ def test_pair_with_text_in_another_key_is_refused(more: dict[str, object]) -> No
     line = json.dumps({"instruction": "Add.", "output": "7", **more})
     (key,) = more
     with pytest.raises(DataError, match=rf"f:1: the text of '{key}' is in no message .*data\.ignore_keys=\[{key}\]"):
-        parse_conversation(line, "f:1", "messages", ALPACA)
-    kept = parse_conversation(line, "f:1", "messages", ALPACA, [key])
+        parsed_line(line, "f:1", ColumnKeys("messages", ALPACA))
+    kept = parsed_line(line, "f:1", ColumnKeys("messages", ALPACA), [key])
     assert [message["content"] for message in kept.messages] == ["Add.", "7"]
 
 
@@ -224,32 +210,13 @@ def test_pair_with_text_in_another_key_is_refused(more: dict[str, object]) -> No
 )
 def test_pair_with_descriptions_or_repeats_is_kept(more: dict[str, object]) -> None:
     line = json.dumps({"instruction": "Add.", "output": "7", **more})
-    assert len(parse_conversation(line, "f:1", "messages", ALPACA).messages) == 2
+    assert len(parsed_line(line, "f:1", ColumnKeys("messages", ALPACA)).messages) == 2
 
 
 def test_messages_beside_a_system_text_are_refused() -> None:
     """Some data sets have the system prompt beside the messages, and others repeat the first message there."""
     messages = question(1)["messages"]
     with pytest.raises(DataError, match=r"the text of 'system' is in no message"):
-        parse_conversation(json.dumps({"system": "Be brief.", "messages": messages}), "f:1")
+        parsed_line(json.dumps({"system": "Be brief.", "messages": messages}), "f:1")
     repeated = {"prompt": messages[0]["content"], "messages": messages, "rejected": "a bad answer"}
-    assert len(parse_conversation(json.dumps(repeated), "f:1").messages) == len(messages)
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (b"PAR1\x15\x04\x15", "is a Parquet file"),
-        (gzip.compress(b'{"messages": []}', mtime=0), "is compressed by gzip, .*gunzip"),
-        (b"\x28\xb5\x2f\xfd\x04", "is compressed by Zstandard"),
-        (b"ARROW1\0\0", "is an Arrow file"),
-        (b'[\n{"messages": []}\n]', "seems to be one JSON array; .*jq"),
-        (b'[{"messages": []}]', "seems to be one JSON array; .*jq"),
-        (b'{"messages": [{"from": "human", "value": "a"}]}', "'from' and 'value' are the keys of ShareGPT"),
-        (b'{"messages": [{"role": "user", "content": "a"}], "tools": "[]"}', "it is a text here"),
-    ],
-)
-def test_file_of_another_format_is_named(tmp_path, content: bytes, words: str) -> None:
-    (tmp_path / "data.jsonl").write_bytes(content)
-    with pytest.raises(DataError, match=words):
-        list(read_conversations([tmp_path / "data.jsonl"]))
+    assert len(parsed_line(json.dumps(repeated), "f:1").messages) == len(messages)

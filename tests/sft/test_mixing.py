@@ -68,7 +68,9 @@ def two_files(folder: Path, *weights: float | None):
 
 def test_weights_of_one_change_nothing(tmp_path: Path):
     plain, weighted = two_files(tmp_path, None, None), two_files(tmp_path, 1, None)
-    assert plain.data.train_paths == weighted.data.train_paths
+    assert [source.path for source in plain.data.train_sources] == [
+        source.path for source in weighted.data.train_sources
+    ]
     prepared = prepare(weighted)
     assert prepare(plain) == prepared
     rows = open_training_rows(prepared, weighted)

@@ -51,19 +51,12 @@ def test_error_of_a_step_names_the_lines_of_its_rows(folder, packing):
     }
     for place in error.fields["data"]:
         path, _, number = place.rpartition(":")
-        assert path == config.data.train_paths[0]
+        assert path == config.data.train_sources[0].path
         answer = json.loads(lines[int(number) - 1])["messages"]
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(prepare(config).tokenizer_dir)
         assert tuple(tokenizer.apply_chat_template(answer, tokenize=True, return_dict=True)["input_ids"]) in tokens
-
-
-def test_error_of_a_step_without_its_data_names_numbers(folder, tmp_path):
-    config = tiny_run.config_of(folder)
-    rows = open_training_rows(prepare(config), config)
-    gone = config.model_copy(update={"data": config.data.model_copy(update={"train": (str(tmp_path / "gone.jsonl"),)})})
-    assert "The step has the data of conversation " in str(with_rows(failure(1), gone, rows))
 
 
 class NotFinite(RecordingPolicy):

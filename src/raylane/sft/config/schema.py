@@ -56,26 +56,36 @@ class SftConfig(LoopConfig):
     """Maximum number of tokens in each of these answers. Each token takes one forward pass. Not in NeMo-RL."""
 
 
-class TrainFile(Section):
-    """One file of training data and its weight."""
+class DataSource(Section):
+    """Rows of one file, folder or data set, for training or validation."""
 
     path: str = Field(min_length=1)
-    """Path of a JSONL file."""
+    """File, glob, folder, URL, or name of a data set on the Hugging Face hub."""
+    split: str | None = None
+    """Split of a folder or of a data set on the hub; null means train, and for data.validation validation."""
+    subset: str | None = None
+    """Subset (also called configuration) of a data set on the hub; null means its only one."""
+
+
+class TrainSource(DataSource):
+    """Rows of one file, folder or data set, and their weight."""
+
     weight: PositiveFloat = 1.0
     """Number of times that its rows are used in an epoch."""
 
 
 class DataConfig(Section):
-    """The conversations to train on: JSON Lines with OpenAI-style messages. Paths start at the working directory."""
+    """The data to train on: conversations or texts. Paths start at the working directory."""
 
-    train: Annotated[tuple[str | TrainFile, ...], BeforeValidator(_one_or_many), Field(min_length=1)]
-    """Path or URL (e.g. s3://bucket/file.jsonl) of a JSONL file, or a list of such places and of {path, weight}. weight
-    is the number of times that the rows of a file are used in an epoch: 2 uses each row twice, 0.5 uses one half of the
-    rows in an epoch and the other half in the next one; a path alone has weight 1. If a weight is not 1, each file is
+    train: Annotated[tuple[str | TrainSource, ...], BeforeValidator(_one_or_many), Field(min_length=1)]
+    """File (JSON Lines, a JSON array, CSV, TSV, Parquet, Arrow or plain text, also compressed), glob, folder, URL (e.g.
+    s3://bucket/file.jsonl) or name on the Hugging Face hub; or a list of these and of {path, split, subset, weight}.
+    weight is the number of times that the rows are used in an epoch: 2 uses each row twice, 0.5 uses one half of the
+    rows in an epoch and the other half in the next one; a path alone has weight 1. If a weight is not 1, each entry is
     packed by itself. NeMo-RL: data.train.data_path, which is accepted too."""
-    validation: str | None = None
-    """Path or URL of a JSONL file that is used for validation only; null means none. NeMo-RL:
-    data.validation.data_path, which is accepted too."""
+    validation: str | DataSource | None = None
+    """The same, one entry, for validation only; null means none. NeMo-RL: data.validation.data_path, which is accepted
+    too."""
     validation_fraction: Fraction = 0.0
     """Fraction of the training data to hold out for validation. The choice depends only on a hash of each conversation,
     so duplicates stay on one side and the seed does not matter. NeMo-RL: data.train.split_validation_size."""
@@ -93,16 +103,22 @@ class DataConfig(Section):
     check_masks: bool = True
     """Compare the supervised text with the assistant's messages in the first 1,000 conversations, and refuse data where
     the two disagree. Read the output of `raylane inspect-data` before setting this key to false."""
+    on_bad_row: Literal["stop", "skip"] = "stop"
+    """Treatment of a row that cannot be used, or of which a part would be lost. stop: the run is refused, and the place
+    of the row is named; skip: the row is left out, counted and reported. Not in NeMo-RL."""
+    num_proc: PositiveInt | None = None
+    """Number of processes that tokenise; null means one for each 20,000 rows, at most the number of CPUs, and at most
+    8. Not in NeMo-RL."""
     messages_key: str = "messages"
-    """Key of the list of messages in each line. NeMo-RL: chat_key."""
+    """Key of the list of messages in each row. NeMo-RL: chat_key."""
     input_key: str | None = None
-    """Key of the user's text in lines without messages_key, which hold one question and one answer; null means that
-    every line has messages. Needs output_key."""
+    """Key of the user's text in rows without messages_key, which hold one question and one answer; null means that the
+    layout of a row is found by its columns. Needs output_key."""
     output_key: str | None = None
     """Key of the assistant's text in lines without messages_key. Needs input_key."""
     ignore_keys: tuple[str, ...] = ()
-    """Keys of lines whose text may be left out. Without them a line is refused if it holds a text that no message has,
-    e.g. the input of Alpaca's instruction, input and output. Not in NeMo-RL."""
+    """Keys of rows whose text may be left out. Without them a row is refused if it holds a text that no message has,
+    e.g. a context beside a question. Not in NeMo-RL."""
 
     @model_validator(mode="after")
     def _keys_that_fit(self) -> DataConfig:
@@ -119,14 +135,26 @@ class DataConfig(Section):
         return self
 
     @property
-    def train_paths(self) -> tuple[str, ...]:
-        """Paths of the files of training data."""
-        return tuple(file if isinstance(file, str) else file.path for file in self.train)
+    def train_sources(self) -> tuple[TrainSource, ...]:
+        """Entries of `train`."""
+        return tuple(TrainSource(path=entry) if isinstance(entry, str) else entry for entry in self.train)
+
+    @property
+    def validation_source(self) -> DataSource | None:
+        """Entry of `validation`."""
+        entry = self.validation
+        return DataSource(path=entry) if isinstance(entry, str) else entry
+
+    @property
+    def sources(self) -> tuple[DataSource, ...]:
+        """All entries, those of training first."""
+        held = self.validation_source
+        return (*self.train_sources, *(() if held is None else (held,)))
 
     @property
     def train_weights(self) -> tuple[float, ...]:
-        """Weights of the files of training data."""
-        return tuple(1.0 if isinstance(file, str) else file.weight for file in self.train)
+        """Weights of the entries of `train`."""
+        return tuple(source.weight for source in self.train_sources)
 
     @property
     def has_validation(self) -> bool:

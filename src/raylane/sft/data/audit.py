@@ -14,6 +14,7 @@ from raylane.sft.config.schema import RunConfig
 from raylane.sft.data.chat import ChatTokenizer, runs
 from raylane.sft.data.prepare import DataCounts, PreparedData
 from raylane.sft.data.rows import RowSource
+from raylane.sft.data.sources import place_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -63,7 +64,7 @@ def sample(rows: RowSource, tokenizer: ChatTokenizer, style: Marks, count: int) 
     for index in range(min(count, len(cache))):
         tokens, supervised = cache.document(index)
         heading = (
-            f"{style.bold}document {index} (conversation {int(cache.origin[index])}): {len(tokens)} tokens, "
+            f"{style.bold}document {index} ({place_of(rows.places, int(cache.origin[index]))}): {len(tokens)} tokens, "
             f"{int(supervised.sum())} supervised{style.plain}"
         )
         shown.append(f"{heading}\n{mark_document(tokens, supervised, tokenizer, style)}")
@@ -107,13 +108,13 @@ def report(prepared: PreparedData, config: RunConfig, sets: dict[str, RowSource]
     parts = [figures(name, prepared.report[name], rows, config) for name, rows in sets.items()]
     if len(prepared.files) > 1:
         # One line for each file of training data: weight, contents, and its part of an epoch.
-        files = [*zip(config.data.train_paths, config.data.train_weights, prepared.files, strict=True)]
-        epoch = sum(weight * counts.tokens for _, weight, counts in files)
+        files = [*zip(config.data.train_sources, prepared.files, strict=True)]
+        epoch = sum(source.weight * counts.tokens for source, counts in files)
         lines = [
-            f"  {path}: weight {weight:g}, {counts.conversations:,} conversations, {counts.documents:,} documents, "
-            f"{counts.tokens:,} tokens ({counts.supervised:,} supervised), {100 * weight * counts.tokens / epoch:.1f}% "
-            "of the tokens of an epoch"
-            for path, weight, counts in files
+            f"  {source.path}: weight {source.weight:g}, {counts.conversations:,} conversations, {counts.documents:,} "
+            f"documents, {counts.tokens:,} tokens ({counts.supervised:,} supervised), "
+            f"{100 * source.weight * counts.tokens / epoch:.1f}% of the tokens of an epoch"
+            for source, counts in files
         ]
         parts.append("\n".join(["files", *lines]))
     return "\n\n".join(parts)

@@ -123,22 +123,8 @@ class ChatTokenizer:
                 f"{type(hf).__name__} does not map tokens to characters, so assistant spans cannot be found; use the "
                 "fast form of the tokenizer (tokenizer.json)"
             )
-        if not hf.chat_template:
-            raise DataError(
-                "the tokenizer has no chat template; set policy.tokenizer.chat_template=chatml, or to a Jinja file"
-            )
-        if not isinstance(hf.chat_template, str):
-            several = ", ".join(hf.chat_template)
-            raise DataError(f"the tokenizer has several chat templates ({several}); name one in a Jinja file")
-        self.hf, self.has_marks = hf, has_marks(hf.chat_template)
-        if not self.has_marks and not can_be_searched(hf.chat_template):
-            raise DataError(
-                "the chat template neither marks the text of the assistant by {% generation %} ... {% endgeneration %} "
-                "nor has a generation prompt (add_generation_prompt), so it is not known where answers begin. Add the "
-                "marks to a copy of it, and name the file in policy.tokenizer.chat_template; or set "
-                "policy.tokenizer.chat_template=chatml or llama3 if the model knows the tokens of one of these "
-                "(docs/howto/prepare-data.md)"
-            )
+        self.hf, self._fault = hf, _fault(hf.chat_template)
+        self.has_marks = self._fault is None and has_marks(hf.chat_template)
         for name, tokens in _OWN_TEMPLATES.items():
             if template == _own_template(name):
                 known = hf.get_vocab()
@@ -206,9 +192,16 @@ class ChatTokenizer:
     def encode(self, conversation: Conversation) -> Encoded:
         """Return tokens and mask of one conversation; DataError with file and line if the template refuses it.
 
+        Plain text is supervised as a whole, and ended by the end token. ConfigError for messages if the tokenizer has
+        no template that can be used.
+
         A template is a program that runs in transformers' sandbox; each of its exceptions becomes a DataError. The
         sandbox limits neither time nor memory.
         """
+        if conversation.text is not None:
+            return self._encode_text(conversation.text)
+        if self._fault is not None:
+            raise ConfigError(self._fault)
         try:
             tokens, spans = self._marked(conversation) if self.has_marks else self._rendered(conversation)
         except SpansUnknownError as error:
@@ -236,6 +229,14 @@ class ChatTokenizer:
         if supervised.size:
             supervised[0] = False  # no token precedes it, so nothing can predict it
         return Encoded(tokens, supervised, len(spans), ended)
+
+    def _encode_text(self, text: str) -> Encoded:
+        tokens = list(map(int, self.hf(text)["input_ids"]))
+        if not tokens or tokens[-1] not in self.end_ids:
+            tokens.append(min(self.end_ids) if self.hf.eos_token_id is None else self.hf.eos_token_id)
+        supervised = np.ones(len(tokens), dtype=np.bool_)
+        supervised[0] = False  # as in a conversation
+        return Encoded(np.asarray(tokens, dtype=np.int32), supervised, 1, 1)
 
     def _template_options(self, conversation: Conversation) -> dict[str, Any]:
         return {"tools": list(conversation.tools) if conversation.tools else None, **self._template_kwargs}
@@ -296,7 +297,7 @@ class ChatTokenizer:
 
         Such text would become the real special token and could imitate a turn of another role.
         """
-        text = json.dumps(conversation.messages, ensure_ascii=False)
+        text = conversation.text or json.dumps(conversation.messages, ensure_ascii=False)
         return next((token for token in self._specials if token in text), None)
 
     def misplaced(self, conversation: Conversation, encoded: Encoded) -> str | None:
@@ -350,6 +351,22 @@ class ChatTokenizer:
     def save(self, folder: Path) -> None:
         """Write the tokenizer as a Hugging Face folder, template included."""
         self.hf.save_pretrained(str(folder))
+
+
+def _fault(template: Any) -> str | None:
+    """Return why a tokenizer with this chat template cannot encode messages, and the remedy; None if it can."""
+    if not template:
+        return "the tokenizer has no chat template; set policy.tokenizer.chat_template=chatml, or to a Jinja file"
+    if not isinstance(template, str):
+        return f"the tokenizer has several chat templates ({', '.join(template)}); name one in a Jinja file"
+    if has_marks(template) or can_be_searched(template):
+        return None
+    return (
+        "the chat template neither marks the text of the assistant by {% generation %} ... {% endgeneration %} nor has "
+        "a generation prompt (add_generation_prompt), so it is not known where answers begin. Add the marks to a copy "
+        "of it, and name the file in policy.tokenizer.chat_template; or set policy.tokenizer.chat_template=chatml or "
+        "llama3 if the model knows the tokens of one of these (docs/howto/prepare-data.md)"
+    )
 
 
 def _reasoning(message: dict[str, Any]) -> str:

@@ -149,6 +149,6 @@ def write_set(pairs: Iterable[Pair], folder: str | Path, validation_fraction: fl
     """
     sides: dict[bool, list[str]] = {False: [], True: []}
     for pair in pairs:
-        sides[is_held_out(pair.digest(), validation_fraction)].append(pair.to_json())
+        sides[is_held_out(int.from_bytes(pair.digest()[:8], "big"), validation_fraction)].append(pair.to_json())
     counts = write_jsonl(Path(folder), {"train": sides[False], "validation": sides[True]})
     return counts["train"], counts["validation"]

@@ -1,10 +1,10 @@
-"""Conversations in JSON Lines files: read, checked and converted to one form.
+"""Rows of data sets as conversations: checked, and converted to one form.
 
-One line is one JSON object with a list of OpenAI-style messages and optional `tools`: roles system, user, assistant and
-tool; several turns; `content` as text or a list of text parts; `tool_calls` whose arguments may be a JSON string;
-`weight: 0` on an assistant message that is context only. A line may also hold one question and one answer as two texts
-(`data.input_key`, `data.output_key`). Anything unusable raises DataError with file and line, also a further text in a
-line that no message has; nothing is skipped silently. Knows nothing of tokens. Called by `prepare`.
+A row holds OpenAI-style messages, or what `formats` makes messages of, and optional `tools`: roles system, user,
+assistant and tool; several turns; `content` as text or a list of text parts; `tool_calls` whose arguments may be a JSON
+string; `weight: 0` on an assistant message that is context only. Anything unusable raises DataError with file and line,
+also a further text in a row that no message has; nothing is skipped silently. Knows nothing of files and of tokens.
+Called by `encoding`.
 """
 
 from __future__ import annotations
@@ -13,29 +13,16 @@ import difflib
 import hashlib
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from raylane.errors import DataError
-from raylane.training import storage
-from raylane.training.storage import Place
+from raylane.sft.data.formats import ALPACA, COMPLETION, PAIR, TEXT, ColumnKeys, formatted
 
 # JSON can hold half of a surrogate pair (a character above U+FFFF). Half a pair is no text, and tokenizers refuse it.
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 MAX_DEPTH = 100
-# First bytes of formats that are not text, with what makes JSON Lines of them.
-_FORMATS = {
-    b"PAR1": ("a Parquet file", "pandas.read_parquet(...).to_json(..., orient='records', lines=True)"),
-    b"ARROW1": ("an Arrow file", "datasets.Dataset.from_file(...).to_json(...)"),
-    b"\xff\xff\xff\xff": ("an Arrow stream", "datasets.Dataset.from_file(...).to_json(...)"),
-    b"\x1f\x8b": ("compressed by gzip", "gunzip"),
-    b"\x28\xb5\x2f\xfd": ("compressed by Zstandard", "unzstd"),
-    b"BZh": ("compressed by bzip2", "bunzip2"),
-    b"\xfd7zXZ": ("compressed by xz", "unxz"),
-    b"PK\x03\x04": ("a zip archive", "unzip"),
-}
 _CONTENT = {
     *("system", "system_prompt", "instruction", "instructions", "prompt", "question", "query", "input", "inputs"),
     *("context", "contexts", "passage", "document", "documents", "knowledge", "history"),
@@ -47,107 +34,68 @@ _DESCRIPTIVE = {
     *("url", "date", "timestamp", "tags", "difficulty", "score", "comment", "note"),
 }
 """Keys of a line whose text describes the conversation and is no part of it."""
+_USUAL = ColumnKeys()
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """One line of a data file. `where` is 'file:line', for messages."""
+    """One row of a data set. `where` is 'file:line', for messages."""
 
     where: str
     messages: tuple[dict[str, Any], ...]
     tools: tuple[dict[str, Any], ...] | None
     weights: tuple[bool, ...]  # for each assistant message, in order: True if it is trained on
+    text: str | None = None  # of a row of plain text, which has no messages and is learned as it is
+    layout: str = "messages"  # one of `formats.FORMATS`
 
-    def digest(self) -> bytes:
-        """Return a 16-byte hash of messages and tools, equal for duplicates in any file."""
-        text = json.dumps([self.messages, self.tools], sort_keys=True, ensure_ascii=False)
-        return hashlib.blake2b(text.encode(), digest_size=16).digest()
-
-
-def is_held_out(digest: bytes, fraction: float) -> bool:
-    """Return True if a conversation with this digest belongs to the held-out part; the same on every machine."""
-    return int.from_bytes(digest[:8], "big") < fraction * 2.0**64
+    def digest(self) -> int:
+        """Return a hash of 64 bits of messages, tools and text, equal for duplicates in any file."""
+        content = [self.messages, self.tools] if self.text is None else self.text
+        encoded = json.dumps(content, sort_keys=True, ensure_ascii=False).encode()
+        return int.from_bytes(hashlib.blake2b(encoded, digest_size=16).digest()[:8], "big")
 
 
-def read_conversations(
-    paths: Iterable[str | Path],
-    messages_key: str = "messages",
-    pair_keys: tuple[str, str] | None = None,
-    ignore_keys: Collection[str] = (),
-) -> Iterator[Conversation]:
-    """Yield the conversations of JSONL files, one file after the other; blank lines are skipped."""
-    for path in paths:
-        empty = True
-        for number, line in _lines(storage.at(path)):
-            if line.strip():
-                empty = False
-                yield parse_conversation(line, f"{path}:{number}", messages_key, pair_keys, ignore_keys)
-        if empty:
-            raise DataError(
-                f"data file {path} holds no conversation. Give a JSONL file with one per line", path=str(path)
-            )
+def is_held_out(digest: Any, fraction: float) -> Any:
+    """Return True if a conversation with this digest belongs to the held-out part; the same on every machine.
 
-
-def _lines(path: Place) -> Iterator[tuple[int, str]]:
-    number = 0
-    try:
-        with path.open("rb") as binary:
-            head = binary.read(8)
-        for start, (kind, remedy) in _FORMATS.items():
-            if head.startswith(start):
-                raise DataError(
-                    f"{path} is {kind}, and raylane reads JSON Lines in plain text. Convert it first ({remedy})",
-                    path=str(path),
-                )
-        with path.open("r", encoding="utf-8-sig") as file:
-            for number, line in enumerate(file, start=1):
-                yield number, line
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: after line {number}: not UTF-8 ({error}); convert the file") from error
-    except OSError as error:
-        raise DataError(f"cannot read data file {path}: {error.strerror or error}") from error
-
-
-def parse_conversation(
-    line: str,
-    where: str,
-    messages_key: str = "messages",
-    pair_keys: tuple[str, str] | None = None,
-    ignore_keys: Collection[str] = (),
-) -> Conversation:
-    """Return one line of JSON as a Conversation; DataError with `where` if it is not one.
-
-    `pair_keys` are the keys of a question and its answer in lines without `messages_key`. Other keys of the line that
-    hold a part of the conversation are an error, except `ignore_keys`.
+    `digest` is a number, or an array of them.
     """
+    return digest < fraction * 2.0**64
+
+
+def parse_line(line: str, where: str) -> dict[str, Any]:
+    """Return one line of JSON as an object; DataError with `where` if it is none, or if a part of it would be lost."""
     try:
-        record = json.loads(line, object_pairs_hook=_without_repeats)
+        record = json.loads(line, object_pairs_hook=without_repeats)
     except (ValueError, RecursionError) as error:  # ValueError: also a number of more than 4,300 digits
-        raise DataError(
-            f"{where}: not JSON ({error}); every line must be one JSON object{_other_layout(line)}"
-        ) from error
-    _refuse_deep(record, where)
+        raise DataError(f"{where}: not JSON ({error}); every line must be one JSON object") from error
+    refuse_deep(record, where)
     if _SURROGATE.search(line):  # a cheap test first: encoding every record again would be slow
         _refuse_lone_surrogates(record, where)
     if not isinstance(record, dict):
-        raise DataError(
-            f"{where}: a line must be an object with {messages_key!r}, got a {type(record).__name__}"
-            f"{_other_layout(line)}"
-        )
-    # A line with messages is complete, even if it has the other two keys as well; NeMo-RL decides in the same way.
-    is_pair = pair_keys is not None and messages_key not in record
-    if pair_keys is not None and is_pair:
-        record[messages_key] = _pair(record, pair_keys, where)
-    if messages_key not in record:
-        close = difflib.get_close_matches(messages_key, record, n=1)
-        hint = f"set data.messages_key={close[0]}" if close else 'write {"messages": [{"role": ..., "content": ...}]}'
-        raise DataError(f"{where}: no key {messages_key!r} among {sorted(record)}; {hint}")
+        raise DataError(f"{where}: a line must be a JSON object, got a {type(record).__name__}")
+    return record
+
+
+def conversation_of(
+    record: Mapping[str, Any], where: str, keys: ColumnKeys = _USUAL, ignore_keys: Collection[str] = ()
+) -> Conversation:
+    """Return a row as a Conversation; DataError with `where` if it is not one.
+
+    Other columns of the row that hold a part of the conversation are an error, except `ignore_keys`.
+    """
+    record = _with_lists(record, (keys.messages, "conversations", "tools"), where)
+    row = formatted(record, keys, where)
+    rest = {key: value for key, value in record.items() if key not in row.used and key not in ignore_keys}
+    if row.text is not None:
+        _refuse_unused(rest, [("assistant", row.text)], False, where)
+        return Conversation(where, (), None, (), row.text, TEXT)
     if record.get("functions") and not record.get("tools"):
         raise DataError(f"{where}: 'functions' is the old form of 'tools'; write each as an entry of 'tools'")
-    messages = record[messages_key]
+    messages = row.messages
     if not isinstance(messages, list) or not messages:
-        raise DataError(f"{where}: {messages_key!r} must be a list of at least one message")
+        raise DataError(f"{where}: {keys.messages!r} must be a list of at least one message")
     parsed = tuple(_message(message, f"{where}, message {index}") for index, message in enumerate(messages))
     weights: list[bool] = []
     for index, (raw, message) in enumerate(zip(messages, parsed, strict=True)):
@@ -157,33 +105,31 @@ def parse_conversation(
                 text = "weight must be 0 (context only) or 1 (trained on)"
                 raise DataError(f"{where}, message {index}: {text}, got {weight!r}")
             weights.append(weight != 0)
-    tools = record.get("tools") or None
-    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        hint = "; it is a text here: write the list that the text holds" if isinstance(tools, str) else ""
-        raise DataError(f"{where}: 'tools' must be a list of tool descriptions (objects){hint}")
-    used = {messages_key, "tools", "functions", *(pair_keys or ())}
-    rest = {key: value for key, value in record.items() if key not in used and key not in ignore_keys}
-    _refuse_unused(rest, [(message["role"], message["content"]) for message in parsed], is_pair, where)
-    return Conversation(where, parsed, None if tools is None else tuple(tools), tuple(weights))
+    texts = [(message["role"], message["content"]) for message in parsed]
+    _refuse_unused(rest, texts, row.layout in (PAIR, ALPACA, COMPLETION), where)
+    return Conversation(where, parsed, _tools(record.get("tools"), where), tuple(weights), layout=row.layout)
 
 
-def _pair(record: dict[str, Any], keys: tuple[str, str], where: str) -> list[dict[str, Any]]:
-    """Return the question and the answer of a line as two messages."""
-    for option, key in zip(("data.input_key", "data.output_key"), keys, strict=True):
-        if not isinstance(record.get(key), str):
-            shown = repr(record[key]) if key in record else "nothing"
-            raise DataError(
-                f"{where}: {option}={key} must name a text, found {shown} among the keys {sorted(record)}. Correct "
-                f"the line or {option}"
-            )
-    return [{"role": "user", "content": record[keys[0]]}, {"role": "assistant", "content": record[keys[1]]}]
+def _with_lists(record: Mapping[str, Any], names: Iterable[str], where: str) -> dict[str, Any]:
+    """Return a row with its columns that hold a list as text, as tables do, as lists."""
+    lists = {}
+    for name in names:
+        value = record.get(name)
+        if isinstance(value, str) and value.lstrip().startswith("["):
+            try:
+                lists[name] = json.loads(value, object_pairs_hook=without_repeats)
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{where}: {name!r} is a text that is not JSON ({error}). Correct it") from error
+            refuse_deep(lists[name], where)
+    return {**record, **lists}
 
 
-def _other_layout(line: str) -> str:
-    """Return a hint about a line that begins a file of another layout, or an empty text."""
-    if line.lstrip().startswith("["):
-        return ". The file seems to be one JSON array; write each of its objects on a line (jq -c '.[]')"
-    return ""
+def _tools(tools: Any, where: str) -> tuple[dict[str, Any], ...] | None:
+    if not (tools.strip() if isinstance(tools, str) else tools):
+        return None
+    if not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise DataError(f"{where}: 'tools' must be a list of tool descriptions (objects), got {str(tools)[:60]!r}")
+    return tuple(tools)
 
 
 def _refuse_unused(rest: Mapping[str, Any], texts: Sequence[tuple[str, str]], is_pair: bool, where: str) -> None:
@@ -202,7 +148,8 @@ def _refuse_unused(rest: Mapping[str, Any], texts: Sequence[tuple[str, str]], is
             if name in _CONTENT:
                 repeats = any(value.strip() in text for text in asked)
             else:
-                repeats = any(value.strip() in text for _, text in texts) or all(text in value for _, text in texts)
+                parts = [part for _, text in texts for part in text.split("\n\n")]
+                repeats = any(value.strip() in text for _, text in texts) or all(part in value for part in parts)
             content = bool(value.strip()) and not repeats
             content = content and (name in _CONTENT or (is_pair and name not in _DESCRIPTIVE and " " in value.strip()))
         else:
@@ -215,7 +162,7 @@ def _refuse_unused(rest: Mapping[str, Any], texts: Sequence[tuple[str, str]], is
             )
 
 
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return the object of these pairs; ValueError for a repeated key, of which JSON would silently keep the last."""
     record = dict(pairs)
     if len(record) != len(pairs):
@@ -224,7 +171,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return record
 
 
-def _refuse_deep(value: Any, where: str) -> None:
+def refuse_deep(value: Any, where: str) -> None:
     """Raise DataError for values nested so deep that templates and JSON writers would exceed the stack."""
     level, depth = [value], 0
     while level:
@@ -251,11 +198,6 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         raise DataError(f"{where}: must be an object with role and content, got a {type(message).__name__}")
     role = ROLES.get(str(message.get("role")))
     if role is None:
-        if "from" in message and "value" in message:
-            raise DataError(
-                f"{where}: 'from' and 'value' are the keys of ShareGPT; write role (system, user, assistant) and "
-                "content"
-            )
         close = difflib.get_close_matches(str(message.get("role")), ROLES, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"the role must be one of {', '.join(ROLES)}"
         raise DataError(f"{where}: unknown role {message.get('role')!r}; {hint}")
@@ -298,10 +240,10 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):  # the OpenAI format has a JSON string, chat templates expect the object
         try:
-            arguments = json.loads(arguments, object_pairs_hook=_without_repeats)
+            arguments = json.loads(arguments, object_pairs_hook=without_repeats)
         except (ValueError, RecursionError) as error:
             raise DataError(f"{where}: the arguments of {function['name']!r} are not JSON ({error})") from error
-        _refuse_deep(arguments, where)
+        refuse_deep(arguments, where)
     if not isinstance(arguments, dict):
         raise DataError(f"{where}: the arguments of {function['name']!r} must be an object, not {arguments!r}")
     return {**call, "type": "function", "function": {**function, "arguments": arguments}}

@@ -13,6 +13,7 @@ Files of weight 1 only are packed together instead, as one file. Called by `work
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -58,12 +59,12 @@ def open_training_rows(prepared: PreparedData, config: RunConfig) -> RowSource:
     """Return the rows of the training data, with the weights of its files; DataError if a weight uses no row."""
     policy, weights = config.policy, config.data.train_weights
     if set(weights) == {1.0}:
-        return open_rows(prepared.train, policy, prepared.pad_id)
+        return replace(open_rows(prepared.train, policy, prepared.pad_id), places=prepared.places)
     cache = TokenCache(prepared.train)
     documents = [file.documents for file in prepared.files]
     length = policy.max_total_sequence_length
     packs, counts = pack_by_file(cache.lengths, documents, length, _packing_algorithm(policy))
-    return RowSource(cache, packs, length, prepared.pad_id, WeightedFiles(counts, weights))
+    return RowSource(cache, packs, length, prepared.pad_id, WeightedFiles(counts, weights), prepared.places)
 
 
 def rows_of_step(rows: RowSource, config: RunConfig, step: int) -> np.ndarray:

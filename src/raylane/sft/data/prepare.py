@@ -10,30 +10,43 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
+import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from raylane.errors import ConfigError, DataError
 from raylane.sft.config.schema import RunConfig
-from raylane.sft.data.chat import ChatTokenizer, Encoded, template_text
-from raylane.sft.data.messages import Conversation, is_held_out, read_conversations
-from raylane.sft.data.rows import write_cache
+from raylane.sft.data import sources
+from raylane.sft.data.chat import ChatTokenizer, template_text
+from raylane.sft.data.encoding import COUNTS, RowEncoder, reader_of
+from raylane.sft.data.formats import FORMATS
+from raylane.sft.data.messages import Conversation, is_held_out
+from raylane.sft.data.rows import CACHE_COLUMNS
+from raylane.sft.data.sources import FilePlace, RowTable
 from raylane.training import storage
 from raylane.training.config.keys import explain
 from raylane.training.vocabulary import Vocabulary
 
+if TYPE_CHECKING:
+    from datasets import Dataset
+
 log = logging.getLogger(__name__)
 
 # Part of every cache key: increase it when a change of the code makes other documents from the same input.
-FORMAT = 4
-# Number of conversations at the start of a set whose masks are compared with the assistant's text. The check decodes
-# each conversation again, and a wrong template shows in nearly every conversation, so a sample is enough.
-MASK_CHECKS = 1000
+FORMAT = 5
+ROWS_PER_PROCESS = 20_000
+"""Rows from which another process is started, if `data.num_proc` leaves the number open."""
+MOST_PROCESSES = 8
+_SHOWN_PROBLEMS = 3
+"""Skipped rows whose problem is told; the others are counted."""
 
 
 @dataclass
@@ -44,6 +57,7 @@ class FileCounts:
     documents: int = 0  # documents kept; more than conversations if over-long ones were split
     tokens: int = 0  # tokens of all documents
     supervised: int = 0  # tokens with a loss
+    kind: str = ""  # kind of its files, and layouts of its rows with their numbers
 
 
 @dataclass
@@ -62,6 +76,7 @@ class DataCounts(FileCounts):
     repeated: int = 0  # training conversations that are equal to an earlier one
     reasoning_left_out: int = 0  # conversations with reasoning that the chat template does not include
     also_in_train: int = 0  # validation conversations that are also in the training data
+    skipped: int = 0  # rows left out because they cannot be used
     longest: int = 0  # tokens of the longest conversation, before cutting
 
     @property
@@ -77,7 +92,8 @@ class PreparedData(Vocabulary):
     train: Path  # token cache of the training set
     validation: Path | None  # token cache of the validation set
     report: dict[str, DataCounts] = field(default_factory=dict)  # statistics of "train" and, if present, "validation"
-    files: tuple[FileCounts, ...] = ()  # statistics of each file of data.train, in that order
+    files: tuple[FileCounts, ...] = ()  # statistics of each entry of data.train, in that order
+    places: tuple[FilePlace, ...] = ()  # files of the training data, which tell where a row is from
 
     @property
     def folders(self) -> tuple[Path, ...]:
@@ -104,37 +120,6 @@ PREPARED: TypeAdapter[PreparedData] = TypeAdapter(PreparedData)
 """Conversion of `PreparedData` to JSON and back; unknown counts are ignored."""
 
 
-# ------------------------------------------------------------------------------------------- fitting, pure
-
-
-def fit(
-    tokens: np.ndarray, supervised: np.ndarray, row_tokens: int, overlong: str, where: str = "conversation"
-) -> tuple[list[tuple[np.ndarray, np.ndarray]], str | None]:
-    """Return the documents made of one conversation of n tokens, and the action: None, truncate, drop or split.
-
-    Pieces of a split overlap by one token: the first token of a piece is context only, so each supervised token is
-    predicted exactly once. DataError if `overlong` is "error" and n > `row_tokens`.
-    """
-    if len(tokens) <= row_tokens:
-        return [(tokens, supervised)], None
-    if overlong == "error":
-        raise DataError(
-            f"{where}: {len(tokens)} tokens are more than policy.max_total_sequence_length={row_tokens}, and "
-            "data.overlong=error; set data.overlong to truncate, drop or split, or increase the length"
-        )
-    if overlong == "drop":
-        return [], "drop"
-    if overlong == "truncate":
-        return [(tokens[:row_tokens], supervised[:row_tokens])], "truncate"
-    pieces = []
-    for start in range(0, len(tokens) - 1, row_tokens - 1):
-        # A copy, because pieces overlap: in a view this would clear the last token of the previous piece.
-        mask = supervised[start : start + row_tokens].copy()
-        mask[0] = False
-        pieces.append((tokens[start : start + row_tokens], mask))
-    return pieces, "split"
-
-
 # --------------------------------------------------------------------------------------------------------- cache
 
 
@@ -144,8 +129,8 @@ def prepare(config: RunConfig) -> PreparedData:
     Writes below `data.cache_dir`. Raises DataError (data, chat template or mask cannot be used) or ConfigError (a path
     in the configuration does not exist or cannot be written).
     """
-    sources = _digest_files(_data_paths(config))
-    folder = Path(config.data.cache_dir).resolve() / f"data-{_cache_key(config, sources)}"
+    content = sources.digest(config.data.sources)
+    folder = Path(config.data.cache_dir).resolve() / f"data-{_cache_key(config, content)}"
     done = folder / "prepared.json"
     model = config.policy.model_name
     if model is not None and not Path(model).is_dir():  # found here, before hours of tokenising
@@ -155,7 +140,7 @@ def prepare(config: RunConfig) -> PreparedData:
         )
     if not done.is_file():
         try:
-            _build(config, folder, sources)
+            _build(config, folder, content)
         except OSError as error:
             raise ConfigError(
                 f"cannot write to data.cache_dir={config.data.cache_dir}: {error}. Check its free space and permissions"
@@ -177,30 +162,7 @@ def read_prepared(done: Path) -> PreparedData:
         raise DataError(f"{done} is damaged: {reason}. Delete {folder} and run again") from error
 
 
-def _data_paths(config: RunConfig) -> list[str]:
-    return [*config.data.train_paths, *([] if config.data.validation is None else [config.data.validation])]
-
-
-def _digest_files(paths: Iterable[str | Path]) -> str:
-    """Return a hash of the contents of files, in this order; DataError if one cannot be read."""
-    digest = hashlib.sha256()
-    for path in paths:
-        try:
-            place = storage.at(path)
-            if not place.is_file() and not place.is_dir() and place.exists():
-                raise DataError(
-                    f"data file {path} is a pipe or device, and raylane reads data more than once. Write it to a file"
-                )
-            with place.open("rb") as file:
-                digest.update(hashlib.file_digest(cast("Any", file), "sha256").digest())
-        except OSError as error:
-            raise DataError(
-                f"cannot read data file {path}: {error.strerror or error}. Check data.train and data.validation"
-            ) from error
-    return digest.hexdigest()
-
-
-def _cache_key(config: RunConfig, sources: str) -> str:
+def _cache_key(config: RunConfig, content: str) -> str:
     """Return a hash that changes whenever the documents could change: data, tokenizer, template, length, versions."""
     import tokenizers
     import transformers
@@ -210,9 +172,9 @@ def _cache_key(config: RunConfig, sources: str) -> str:
     names = ("*.json", "*.jinja", "*.model", "*.txt")  # files of a tokenizer; weights would take minutes to hash
     depends = {
         "format": FORMAT,
-        "sources": sources,
+        "sources": content,
         "num_train_files": len(data.train),
-        "tokenizer": None if folder is None else _digest_files(sorted(p for n in names for p in Path(folder).glob(n))),
+        "tokenizer": None if folder is None else _files_digest(p for n in names for p in Path(folder).glob(n)),
         "train_vocab_size": tokenizer.train_vocab_size,
         "template": template_text(tokenizer.chat_template),
         "template_choice": tokenizer.chat_template in ("chatml", "llama3"),
@@ -227,6 +189,7 @@ def _cache_key(config: RunConfig, sources: str) -> str:
             sorted(data.ignore_keys),
             data.validation_fraction,
             data.check_masks,
+            data.on_bad_row,
         ],
         "versions": [transformers.__version__, tokenizers.__version__],
     }
@@ -240,38 +203,38 @@ def _tokenizer_folder(config: RunConfig) -> str | None:
     return config.policy.tokenizer.name or config.policy.model_name
 
 
-def _build(config: RunConfig, folder: Path, sources: str) -> None:
-    """Fill the cache folder; `sources` is the digest of the data files that its name was made from."""
+def _files_digest(files: Iterable[Path]) -> str:
+    return hashlib.sha256(b"".join(map(sources.file_digest, sorted(files)))).hexdigest()
+
+
+def _build(config: RunConfig, folder: Path, content: str) -> None:
+    """Fill the cache folder; `content` is the digest of the data that its name was made from."""
     with storage.filled_beside(folder) as draft:
         prepared = _fill(config, draft, folder)
         # The folder's name is made from the digest taken before reading; a file that changed since would be cached
         # under the name of its old content.
-        if _digest_files(_data_paths(config)) != sources:
+        if sources.digest(config.data.sources) != content:
+            paths = ", ".join(source.path for source in config.data.sources)
             raise DataError(
-                f"the data files ({', '.join(_data_paths(config))}) changed while they were read. Run the command "
-                "again when they are complete"
+                f"the data files ({paths}) changed while they were read. Run the command again when they are complete"
             )
         (draft / "prepared.json").write_bytes(PREPARED.dump_json(prepared, indent=2))
 
 
 def _fill(config: RunConfig, draft: Path, folder: Path) -> PreparedData:
     """Write tokenizer and token caches into `draft`; return the result with paths in `folder`, its later name."""
-    settings = config.policy.tokenizer
-    tokenizer_folder = _tokenizer_folder(config)
-    if tokenizer_folder is not None:
-        tokenizer = ChatTokenizer.load(tokenizer_folder, settings.chat_template, settings.chat_template_kwargs)
-    else:
-        texts = (
-            message["content"]
-            for _, conversation in _conversations(config, "train")
-            for message in conversation.messages
-        )
-        tokenizer = ChatTokenizer.train(texts, settings)
-    tokenizer.save(draft / "tokenizer")
-    sets = _Sets(config, tokenizer)
-    report = {"train": sets.write(draft, "train")}
-    if config.data.has_validation:
-        report["validation"] = sets.write(draft, "validation")
+    with _progress_bars(), tempfile.TemporaryDirectory(dir=draft, prefix="reading-") as name:
+        reading = Path(name)
+        train = [*sources.tables(config.data.train_sources, "train", reading)]
+        held = config.data.validation_source
+        validation = [] if held is None else [*sources.tables([held], "validation", reading)]
+        tokenizer = _tokenizer(config, train)
+        tokenizer.save(draft / "tokenizer")
+        sets = _Sets(config, tokenizer, reading)
+        sets.encode("train", train)
+        sets.encode("validation", validation)
+        names = ("train", "validation") if config.data.has_validation else ("train",)
+        report = {name: sets.write(name, draft / name) for name in names}
     return PreparedData(
         tokenizer_dir=folder / "tokenizer",
         train=folder / "train",
@@ -280,61 +243,172 @@ def _fill(config: RunConfig, draft: Path, folder: Path) -> PreparedData:
         pad_id=tokenizer.pad_id,
         end_ids=tuple(sorted(tokenizer.end_ids)),
         report=report,
-        files=sets.files,
+        files=sets.files(),
+        places=tuple(place for table in train for place in table.places),
     )
 
 
-def _conversations(config: RunConfig, name: str) -> Iterator[tuple[int, Conversation]]:
-    """Yield (number of the file, conversation) for all conversations of the set "train" or "validation"."""
-    data = config.data
-    pair_keys = (data.input_key, data.output_key) if data.input_key and data.output_key else None
-    if name == "validation" and data.validation is not None:
-        validation = read_conversations([data.validation], data.messages_key, pair_keys, data.ignore_keys)
-        yield from ((0, conversation) for conversation in validation)
-        return
-    for number, path in enumerate(data.train_paths):
-        for conversation in read_conversations([path], data.messages_key, pair_keys, data.ignore_keys):
-            held_out = data.validation_fraction > 0 and is_held_out(conversation.digest(), data.validation_fraction)
-            if held_out == (name == "validation"):
-                yield number, conversation
+@contextmanager
+def _progress_bars() -> Iterator[None]:
+    """Show the bars of `datasets` on a terminal only."""
+    import datasets
+
+    shown = datasets.are_progress_bars_disabled() is False
+    if shown and not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if shown:
+            datasets.enable_progress_bars()
 
 
-def conversations_at(config: RunConfig, numbers: Sequence[int]) -> list[str]:
-    """Return the places (file:line) of training conversations by their numbers, counted as in `TokenCache.origin`.
+def _tokenizer(config: RunConfig, train: Sequence[RowTable]) -> ChatTokenizer:
+    settings = config.policy.tokenizer
+    folder = _tokenizer_folder(config)
+    if folder is not None:
+        return ChatTokenizer.load(folder, settings.chat_template, settings.chat_template_kwargs)
+    texts = (
+        text
+        for table in train
+        for conversation in _conversations(config, table)
+        for text in (conversation.text, *(message["content"] for message in conversation.messages))
+        if text is not None
+    )
+    return ChatTokenizer.train(texts, settings)
 
-    Reads the files up to the last one of `numbers`, which rise. DataError if a file cannot be read.
-    """
-    chosen, places = set(numbers), list[str]()
-    for index, (_, conversation) in enumerate(_conversations(config, "train")):
-        if index in chosen:
-            places.append(conversation.where)
-            if len(places) == len(chosen):
-                break
-    return places
+
+def _conversations(config: RunConfig, table: RowTable) -> Iterator[Conversation]:
+    """Yield the conversations of a source that are trained on."""
+    reader, first = reader_of(config.data, table.places, table.kind.is_json), table.places[0].first
+    for batch in table.rows.iter(1000):
+        for at in range(len(next(iter(batch.values())))):
+            try:
+                conversation = reader.conversation(batch, at, first)
+            except DataError:
+                if config.data.on_bad_row == "stop":
+                    raise
+                conversation = None
+            first += 1
+            if conversation is not None and not is_held_out(conversation.digest(), config.data.validation_fraction):
+                yield conversation
+
+
+@dataclass
+class _EncodedSource:
+    """Documents of one source: a line for each, and the columns of its numbers."""
+
+    table: RowTable
+    documents: Dataset
+    columns: dict[str, np.ndarray]
+
+    def count(self, lines: np.ndarray, counts: FileCounts) -> None:
+        """Add the lines, bool [n], to the statistics."""
+        columns = {name: values[lines] for name, values in self.columns.items()}
+        counts.documents += int(np.count_nonzero(columns["kept_tokens"]))
+        counts.tokens += int(columns["kept_tokens"].sum())
+        for name in {*COUNTS} & {*counts.__dict__}:
+            setattr(counts, name, getattr(counts, name) + int(columns[name].sum()))
+
+    def kind(self) -> str:
+        """Return the kind of the files, and the layouts of their rows."""
+        layouts = self.columns["layout"][self.columns["conversations"] > 0]
+        numbers = np.bincount(layouts, minlength=len(FORMATS)).tolist()
+        names = [f"{name} ({number:,})" for name, number in zip(FORMATS, numbers, strict=True) if number]
+        return f"{self.table.kind.name}: {', '.join(names)}"
 
 
 class _Sets:
-    """Tokenisation of the sets of a run, the training set first."""
+    """Tokenisation of the sets of a run, and their statistics."""
 
-    def __init__(self, config: RunConfig, tokenizer: ChatTokenizer) -> None:
-        self._config, self._tokenizer = config, tokenizer
-        self._row_tokens = config.policy.max_total_sequence_length
-        self._seen: set[bytes] = set()
-        """Digests of the training conversations so far, which find repeated ones."""
-        self.files = tuple(FileCounts() for _ in config.data.train)
-        """Statistics of each file of training data."""
+    def __init__(self, config: RunConfig, tokenizer: ChatTokenizer, folder: Path) -> None:
+        self._config, self._tokenizer, self._folder = config, tokenizer, folder
+        self._encoded: dict[str, list[_EncodedSource]] = {"train": [], "validation": []}
+        """Sources by the set that they are given for."""
 
-    def write(self, draft: Path, name: str) -> DataCounts:
-        """Tokenise one set and write its cache; DataError if it has no documents or no supervised end token."""
-        counts, data = DataCounts(), self._config.data
-        write_cache(draft / name, self._documents(name, counts))
+    def encode(self, name: str, tables: Sequence[RowTable]) -> None:
+        """Tokenise the sources that are given for a set; DataError for a row that cannot be used, with its place."""
+        self._encoded[name] = [self._encode(table, f"{name}{number}") for number, table in enumerate(tables)]
+
+    def _encode(self, table: RowTable, name: str) -> _EncodedSource:
+        import pyarrow.compute as pc
+
+        config, rows = self._config, table.rows
+        if not len(rows):
+            raise sources.no_conversation(table.places[0].name)
+        reader = reader_of(config.data, table.places, table.kind.is_json)
+        length = config.policy.max_total_sequence_length
+        processes = num_processes(config.data.num_proc, len(rows), len(os.sched_getaffinity(0)))
+        documents = rows.map(
+            RowEncoder(reader, self._tokenizer, config.data, length, table.places[0].first),
+            batched=True,
+            with_indices=True,
+            remove_columns=rows.column_names,
+            num_proc=processes if processes > 1 else None,
+            cache_file_name=str(self._folder / f"{name}.arrow"),
+            load_from_cache_file=False,
+            new_fingerprint=name,  # the library makes one by pickling the tokenizer
+            desc=f"Tokenizing {table.places[0].name}",
+        )
+        columns = {column: documents.data.column(column).to_numpy() for column in ("row", "digest", *COUNTS)}
+        columns["kept_tokens"] = pc.list_value_length(documents.data.column("tokens")).to_numpy()
+        ends = [*(place.first for place in table.places), sys.maxsize]
+        for place, count in zip(table.places, np.diff(np.searchsorted(columns["row"], ends)), strict=True):
+            if not count:
+                raise sources.no_conversation(place.name)
+        for problem in documents.data.column("problem").drop_null().slice(0, _SHOWN_PROBLEMS).to_pylist():
+            log.warning("row left out: %s", problem)
+        return _EncodedSource(table, documents, columns)
+
+    def write(self, name: str, folder: Path) -> DataCounts:
+        """Write the cache of one set, and return its statistics.
+
+        DataError if it has no documents or no supervised end token.
+        """
+        from datasets import concatenate_datasets
+
+        counts, kept, parts = DataCounts(), list[Any](), self._parts(name)
+        for source, lines in parts:
+            source.count(lines, counts)
+            counts.longest = max(counts.longest, int(source.columns["length"][lines].max(initial=0)))
+            kept.append(source.documents.select(np.flatnonzero(lines & (source.columns["kept_tokens"] > 0))))
+        known = np.unique(_digests(self._parts("train")))
+        if name == "train":
+            counts.repeated = counts.conversations - len(known)
+        else:
+            counts.also_in_train = int(np.isin(_digests(parts), known).sum())
+        self._check(counts, name)
+        concatenate_datasets(kept).select_columns([*CACHE_COLUMNS]).save_to_disk(str(folder))
+        return counts
+
+    def files(self) -> tuple[FileCounts, ...]:
+        """Return the statistics of each source of training data."""
+        files = []
+        for source, lines in self._parts("train"):
+            files.append(FileCounts(kind=source.kind()))
+            source.count(lines, files[-1])
+        return tuple(files)
+
+    def _parts(self, name: str) -> list[tuple[_EncodedSource, np.ndarray]]:
+        """Return the sources of a set, and their lines that belong to it, bool [n]."""
+        fraction = self._config.data.validation_fraction
+        if name == "validation" and not fraction:
+            return [(source, np.ones(len(source.documents), np.bool_)) for source in self._encoded["validation"]]
+        return [
+            (source, is_held_out(source.columns["digest"], fraction) == (name == "validation"))
+            for source in self._encoded["train"]
+        ]
+
+    def _check(self, counts: DataCounts, name: str) -> None:
         if not counts.documents:
-            asked = f"data.validation_fraction={data.validation_fraction}" if name == "validation" else "data.train"
+            asked = f"data.validation_fraction={self._config.data.validation_fraction}"
             raise DataError(
-                f"no {name} documents are left of {counts.conversations} conversations ({asked}; longer than "
-                f"policy.max_total_sequence_length={self._row_tokens} and dropped: {counts.dropped}, "
-                f"cut before the first supervised token: {counts.emptied}, nothing supervised: {counts.unsupervised}). "
-                "Give more data, a larger length, or a chat template that marks the assistant's text"
+                f"no {name} documents are left of {counts.conversations} conversations "
+                f"({asked if name == 'validation' else 'data.train'}; longer than "
+                f"policy.max_total_sequence_length={self._config.policy.max_total_sequence_length} and dropped: "
+                f"{counts.dropped}, cut before the first supervised token: {counts.emptied}, nothing supervised: "
+                f"{counts.unsupervised}). Give more data, a larger length, or a chat template that marks the "
+                "assistant's text"
             )
         if not counts.ended_turns:
             raise DataError(
@@ -342,65 +416,17 @@ class _Sets:
                 "model would never learn to stop; make the token that ends a turn the tokenizer's eos_token, or put it "
                 "inside {% generation %} ... {% endgeneration %}"
             )
-        return counts
 
-    def _documents(self, name: str, counts: DataCounts) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
-        """Yield (tokens, supervised, index of the conversation) of one set, and count them."""
-        data, tokenizer = self._config.data, self._tokenizer
-        for origin, (number, conversation) in enumerate(_conversations(self._config, name)):
-            file_counts = self.files[number] if name == "train" else FileCounts()
-            file_counts.conversations += 1
-            encoded = tokenizer.encode(conversation)
-            counts.conversations += 1
-            counts.turns += encoded.num_turns
-            counts.ended_turns += encoded.num_ended_turns
-            counts.longest = max(counts.longest, len(encoded.tokens))
-            counts.reasoning_left_out += tokenizer.reasoning_left_out(conversation, encoded)
-            counts.control_tokens += tokenizer.special_in(conversation) is not None
-            digest = conversation.digest()
-            if name == "train":
-                counts.repeated += digest in self._seen
-                self._seen.add(digest)
-            else:
-                counts.also_in_train += digest in self._seen
-            if not encoded.supervised.any():
-                if not data.allow_unsupervised:
-                    roles = ", ".join(message["role"] for message in conversation.messages)
-                    raise DataError(
-                        f"{conversation.where}: nothing in this conversation is supervised (roles: {roles}); correct "
-                        "it, or set data.allow_unsupervised=true to leave out (and count) such conversations"
-                    )
-                counts.unsupervised += 1
-                continue
-            checks = data.check_masks and origin < MASK_CHECKS
-            if checks and (wrong := tokenizer.misplaced(conversation, encoded)):
-                raise DataError(
-                    f"{conversation.where}: {wrong}; check the {{% generation %}} spans of the chat template with "
-                    "raylane inspect-data. If they are right, set data.check_masks=false"
-                )
-            for tokens, supervised in self._fitting(conversation, encoded, counts):
-                for statistics in (counts, file_counts):
-                    statistics.documents += 1
-                    statistics.tokens += len(tokens)
-                    statistics.supervised += int(np.count_nonzero(supervised))
-                yield tokens, supervised, origin
 
-    def _fitting(
-        self, conversation: Conversation, encoded: Encoded, counts: DataCounts
-    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield the documents of one conversation that have a supervised token, and count the others."""
-        overlong, where = self._config.data.overlong, conversation.where
-        pieces, done = fit(encoded.tokens, encoded.supervised, self._row_tokens, overlong, where)
-        counts.dropped += done == "drop"
-        counts.split += done == "split"
-        if done == "truncate":
-            counts.truncated += 1
-            counts.cut_tokens += len(encoded.tokens) - self._row_tokens
-        for tokens, supervised in pieces:
-            if supervised.any():
-                yield tokens, supervised
-            else:
-                counts.emptied += 1
+def _digests(parts: Sequence[tuple[_EncodedSource, np.ndarray]]) -> np.ndarray:
+    """Return the digests of the conversations of a set."""
+    chosen = [source.columns["digest"][lines & (source.columns["conversations"] > 0)] for source, lines in parts]
+    return np.concatenate(chosen)
+
+
+def num_processes(asked: int | None, rows: int, processors: int) -> int:
+    """Return the number of processes that tokenise `rows` rows. Pure."""
+    return min(rows, asked or max(1, min(rows // ROWS_PER_PROCESS, processors, MOST_PROCESSES)))
 
 
 def warnings(prepared: PreparedData, config: RunConfig) -> list[str]:
@@ -423,6 +449,7 @@ def warnings(prepared: PreparedData, config: RunConfig) -> list[str]:
             f"{c.repeated} {of_all} repeat an earlier one and are trained on too": c.repeated,
             f"{c.reasoning_left_out} conversations have reasoning (reasoning_content) that the chat template does not "
             "include, so it is not learned": c.reasoning_left_out,
+            f"{c.skipped} rows cannot be used and are left out (data.on_bad_row=skip)": c.skipped,
             f"{c.also_in_train} {of_all} are also in the training data": c.also_in_train,
         }
         texts += [f"{name}: {text}" for text, count in counted.items() if count > 0]

@@ -1,14 +1,13 @@
 """Rows of fixed length made of tokenised documents: the input of the model. Called by workers and by the driver.
 
-The documents are on disk and read through memory maps: written once by the driver, opened quickly by every worker.
+The documents are on disk, in Arrow files that `datasets` has written, and read through memory maps: written once by the
+driver, opened quickly by every worker.
 
-    folder/tokens.bin      int32[sum n]    all documents, one after the other
-           supervised.bin  uint8[sum n]    1 where the token has a loss
-           offsets.npy     int64[N + 1]    document i is tokens[offsets[i] : offsets[i + 1]]
-           origin.npy      int64[N]        conversation (counted from 0) that document i was made from
+    folder/data-*.arrow    tokens      list<int32>    tokens of a document
+                           mask        list<uint8>    1 where the token has a loss
+                           row         int64          row of the data files that the document was made from
 
-A folder is complete if it exists under its final name: it is filled beside that name and then renamed. This module
-knows nothing of text.
+This module knows nothing of text.
 
 B = rows requested, T = length of a row. Each document in a row starts its positions at 0 and has its own id, which
 limits attention to the document. The label of a position is the next token *of the same document*:
@@ -23,69 +22,55 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from raylane.errors import DataError
 from raylane.sft.data import order
 from raylane.sft.data.packing import Packs, efficiency
+from raylane.sft.data.sources import FilePlace
 from raylane.training.labels import IGNORED
 
-
-def write_cache(folder: Path, documents: Iterable[tuple[np.ndarray, np.ndarray, int]]) -> None:
-    """Create and fill `folder` with (tokens int32 [n], supervised bool [n], origin); tokens are not kept in memory."""
-    folder.mkdir(parents=True)
-    ends, origins = [0], []
-    with (folder / "tokens.bin").open("wb") as tokens_file, (folder / "supervised.bin").open("wb") as mask_file:
-        for tokens, supervised, origin in documents:
-            tokens_file.write(np.ascontiguousarray(tokens, dtype=np.int32).tobytes())
-            mask_file.write(np.ascontiguousarray(supervised, dtype=np.uint8).tobytes())
-            ends.append(ends[-1] + len(tokens))
-            origins.append(origin)
-    # int64: a large data set has more than 2**31 tokens.
-    np.save(folder / "offsets.npy", np.asarray(ends, dtype=np.int64))
-    np.save(folder / "origin.npy", np.asarray(origins, dtype=np.int64))
+CACHE_COLUMNS = ("tokens", "mask", "row")
+"""Columns of a cache."""
 
 
 class TokenCache:
     """Open cache folder. The arrays it returns are read-only views of the mapped files.
 
-    Attributes: `folder`; `lengths` int64 [N], tokens in each document; `origin` int64 [N].
+    Attributes: `folder`; `lengths` int64 [N], tokens in each document; `origin` int64 [N], its row of the data files.
     """
 
     def __init__(self, folder: str | Path) -> None:
-        """Map the files of `folder`; DataError if files are missing or inconsistent."""
+        """Map the files of `folder`; DataError if files are missing or damaged."""
+        import pyarrow as pa
+
         self.folder = folder = Path(folder)
+        expected = [pa.list_(pa.int32()), pa.list_(pa.uint8()), pa.int64()]
         try:
-            # Without pickle, a manipulated file cannot run code.
-            offsets, origin = (np.load(folder / name, allow_pickle=False) for name in ("offsets.npy", "origin.npy"))
-            sizes = [(folder / name).stat().st_size for name in ("tokens.bin", "supervised.bin")]
-        except (OSError, ValueError, EOFError) as error:
-            raise DataError(
-                f"token cache {folder} cannot be read on this machine: {error}. Delete it and run the command again"
-            ) from error
-        valid = offsets.dtype == np.int64 and offsets.ndim == 1 and len(offsets) > 0 and int(offsets[0]) == 0
-        valid = valid and bool((np.diff(offsets) > 0).all())
-        if not valid or origin.dtype != np.int64 or origin.shape != (len(offsets) - 1,):
-            raise DataError(
-                f"token cache {folder} is damaged: its offsets are wrong. Delete it and run the command again"
-            )
-        total = int(offsets[-1])
-        if sizes != [4 * total, total]:
-            raise DataError(
-                f"token cache {folder} is damaged: {total} tokens in files of {sizes} bytes. Delete it and run the "
-                "command again"
-            )
-        self._tokens: np.ndarray = np.empty(0, np.int32)
-        self._supervised: np.ndarray = np.empty(0, np.bool_)
-        if total:  # an empty file cannot be mapped
-            self._tokens = np.memmap(folder / "tokens.bin", dtype=np.int32, mode="r")
-            self._supervised = np.memmap(folder / "supervised.bin", dtype=np.bool_, mode="r")
-        self._offsets, self.origin = offsets, origin
-        self.lengths: np.ndarray = np.diff(offsets)
+            files = sorted(folder.glob("data-*.arrow"))
+            if not files:
+                raise DataError(f"token cache {folder} cannot be read on this machine: no files. {_AGAIN}")
+            tables = [pa.ipc.open_stream(pa.memory_map(str(file))).read_all() for file in files]
+            if any([table.schema.field(name).type for name in CACHE_COLUMNS] != expected for table in tables):
+                raise DataError(f"token cache {folder} is damaged: its columns are of other types. {_AGAIN}")
+        except (OSError, KeyError, pa.ArrowException) as error:
+            raise DataError(f"token cache {folder} cannot be read on this machine: {error}. {_AGAIN}") from error
+        batches = [batch for table in tables for batch in table.to_batches() if batch.num_rows]
+        self._chunks = [
+            _Chunk(tokens.offsets.to_numpy(), tokens.values.to_numpy(), mask.values.to_numpy().view(np.bool_))
+            for tokens, mask in ((batch.column("tokens"), batch.column("mask")) for batch in batches)
+        ]
+        lengths = [np.diff(chunk.offsets) for chunk in self._chunks]
+        self._ends = np.cumsum([len(part) for part in lengths], dtype=np.int64)
+        """Number of documents up to the end of each chunk."""
+        self.lengths = np.concatenate([np.zeros(0, np.int64), *lengths]).astype(np.int64)
+        rows = [batch.column("row").to_numpy() for batch in batches]
+        self.origin = np.concatenate([np.zeros(0, np.int64), *rows])
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -96,21 +81,34 @@ class TokenCache:
     @property
     def num_tokens(self) -> int:
         """Number of tokens in all documents."""
-        return int(self._offsets[-1])
+        return int(self.lengths.sum())
 
     @property
     def num_supervised(self) -> int:
         """Number of supervised tokens in all documents; each access reads the whole mask."""
-        return int(np.count_nonzero(self._supervised))
+        return sum(int(np.count_nonzero(self.document(index)[1])) for index in range(len(self)))
 
     def document(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Return (tokens int32 [n], supervised bool [n]) of one document; IndexError if the index is out of range."""
         if not 0 <= index < len(self):
             raise IndexError(f"document {index} of {len(self)}")
-        part = slice(int(self._offsets[index]), int(self._offsets[index + 1]))
-        return self._tokens[part], self._supervised[part]
+        number = int(np.searchsorted(self._ends, index, side="right"))
+        chunk = self._chunks[number]
+        at = index - (int(self._ends[number - 1]) if number else 0)
+        part = slice(int(chunk.offsets[at]), int(chunk.offsets[at + 1]))
+        return chunk.tokens[part], chunk.supervised[part]
 
 
+class _Chunk(NamedTuple):
+    """Documents of one record batch."""
+
+    offsets: np.ndarray
+    """Document i has the tokens from offsets[i] to offsets[i + 1]."""
+    tokens: np.ndarray
+    supervised: np.ndarray
+
+
+_AGAIN = "Delete it and run the command again"
 _FIXED = 2**32
 """Number that stands for the epoch in the seed of a file's fixed order; no run has so many epochs."""
 
@@ -180,6 +178,8 @@ class RowSource:
     pad_id: int
     mixture: WeightedFiles | None = None
     """Choice of the rows of each epoch; None: each row once."""
+    places: tuple[FilePlace, ...] = ()
+    """Files of the data, which tell where a document is from."""
 
     def __repr__(self) -> str:
         return f"RowSource({self.num_rows} rows of {self.row_tokens} tokens, {100 * self.efficiency:.1f}% full)"

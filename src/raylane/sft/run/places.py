@@ -14,10 +14,8 @@ def check_places(config: RunConfig) -> None:
     """Raise ConfigError for a URL that no installed package can reach, and for one where only a local path works."""
     places.require_local("data.cache_dir", config.data.cache_dir, "the cache is mapped into memory")
     # Before the preparation of the data, which may take long.
-    for path in config.data.train_paths:
-        storage.require("data.train", path)
-    if config.data.validation is not None:
-        storage.require("data.validation", config.data.validation)
+    for source in config.data.sources:
+        storage.require("data.train or data.validation", source.path)
     places.check_places(config)
 
 

@@ -18,12 +18,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from raylane.errors import CheckpointError, DataError, StepNotFiniteError, WorkerLostError
+from raylane.errors import CheckpointError, StepNotFiniteError, WorkerLostError
 from raylane.sft.config.schema import RunConfig
 from raylane.sft.data import order
 from raylane.sft.data.mixing import open_training_rows, rows_of_step
-from raylane.sft.data.prepare import PreparedData, conversations_at, prepare
+from raylane.sft.data.prepare import PreparedData, prepare
 from raylane.sft.data.rows import RowSource, TokenCache
+from raylane.sft.data.sources import place_of
 from raylane.sft.run import sample
 from raylane.sft.run.places import check_places, fetch_models
 from raylane.sft.run.policy import SftPolicy
@@ -398,10 +399,7 @@ def with_rows(error: StepNotFiniteError, config: RunConfig, rows: RowSource) -> 
     chosen = rows_of_step(rows, config, number)
     documents = itertools.chain.from_iterable(rows.packs[row] for row in chosen)
     numbers = sorted({int(rows.cache.origin[document]) for document in documents})
-    try:
-        places = conversations_at(config, numbers[:_NAMED_LINES])
-    except DataError:  # the files have changed or are gone
-        places = [f"conversation {number}" for number in numbers[:_NAMED_LINES]]
+    places = [place_of(rows.places, number) for number in numbers[:_NAMED_LINES]]
     more = f" and {len(numbers) - len(places)} more" if len(numbers) > len(places) else ""
     text = f"{error}. The step has the data of {', '.join(places)}{more}"
     return StepNotFiniteError(text, **error.fields, data=places)

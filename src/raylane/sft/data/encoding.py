@@ -1,0 +1,228 @@
+"""Conversations of rows as documents of tokens: what the processes do that prepare data.
+
+`RowEncoder` is the function of `datasets.Dataset.map`: it gets rows of a source and returns an Arrow table with a line
+for each document, and at least one line for each conversation. The first line of a conversation has its counts; a line
+without tokens is of a conversation that has no document. Called by `prepare`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from raylane.errors import DataError
+from raylane.sft.config.schema import DataConfig
+from raylane.sft.data.chat import ChatTokenizer, Encoded
+from raylane.sft.data.formats import FORMATS, ColumnKeys
+from raylane.sft.data.messages import Conversation, conversation_of, parse_line
+from raylane.sft.data.sources import FilePlace, place_of
+
+# Number of conversations at the start of a source whose masks are compared with the assistant's text. The check decodes
+# each conversation again, and a wrong template shows in nearly every conversation, so a sample is enough.
+MASK_CHECKS = 1000
+
+COUNTS = (
+    "conversations",
+    "turns",
+    "ended_turns",
+    "length",
+    "truncated",
+    "cut_tokens",
+    "dropped",
+    "split",
+    "emptied",
+    "unsupervised",
+    "control_tokens",
+    "reasoning_left_out",
+    "skipped",
+    "supervised",
+    "layout",
+)
+"""Columns of what `DataCounts` counts, of the tokens of a conversation before cutting, and of its layout in FORMATS."""
+
+
+def fit(
+    tokens: np.ndarray, supervised: np.ndarray, row_tokens: int, overlong: str, where: str = "conversation"
+) -> tuple[list[tuple[np.ndarray, np.ndarray]], str | None]:
+    """Return the documents made of one conversation of n tokens, and the action: None, truncate, drop or split.
+
+    Pieces of a split overlap by one token: the first token of a piece is context only, so each supervised token is
+    predicted exactly once. DataError if `overlong` is "error" and n > `row_tokens`.
+    """
+    if len(tokens) <= row_tokens:
+        return [(tokens, supervised)], None
+    if overlong == "error":
+        raise DataError(
+            f"{where}: {len(tokens)} tokens are more than policy.max_total_sequence_length={row_tokens}, and "
+            "data.overlong=error; set data.overlong to truncate, drop or split, or increase the length"
+        )
+    if overlong == "drop":
+        return [], "drop"
+    if overlong == "truncate":
+        return [(tokens[:row_tokens], supervised[:row_tokens])], "truncate"
+    pieces = []
+    for start in range(0, len(tokens) - 1, row_tokens - 1):
+        # A copy, because pieces overlap: in a view this would clear the last token of the previous piece.
+        mask = supervised[start : start + row_tokens].copy()
+        mask[0] = False
+        pieces.append((tokens[start : start + row_tokens], mask))
+    return pieces, "split"
+
+
+@dataclass
+class _Document:
+    """One line of the result."""
+
+    row: int
+    digest: int
+    tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    supervised: np.ndarray = field(default_factory=lambda: np.zeros(0, np.bool_))
+    counts: dict[str, int] = field(default_factory=dict)
+    problem: str | None = None
+    """Why the row was skipped."""
+
+
+@dataclass(frozen=True)
+class RowReader:
+    """Conversations of the rows of one source."""
+
+    places: tuple[FilePlace, ...]
+    is_json: bool
+    keys: ColumnKeys
+    ignore_keys: Collection[str]
+
+    def conversation(self, columns: Mapping[str, Sequence[Any]], index: int, row: int) -> Conversation | None:
+        """Return entry `index` of a batch, which is row `row` of all sources; None for an empty line.
+
+        DataError with its place if it is not one.
+        """
+        where = place_of(self.places, row)
+        if self.is_json:
+            line = columns["text"][index]
+            if not line.strip():
+                return None
+            record = parse_line(line, where)
+        else:
+            # Tables have a value for each column of a row: what the row lacks is none.
+            record = {name: _without_nulls(values[index]) for name, values in columns.items()}
+            record = {name: value for name, value in record.items() if value is not None}
+            if record.keys() == {"text"} and not record["text"].strip():
+                return None
+        return conversation_of(record, where, self.keys, self.ignore_keys)
+
+
+def reader_of(data: DataConfig, places: tuple[FilePlace, ...], is_json: bool) -> RowReader:
+    """Return the reader of a source as the configuration asks."""
+    pair = (data.input_key, data.output_key) if data.input_key and data.output_key else None
+    return RowReader(places, is_json, ColumnKeys(data.messages_key, pair), data.ignore_keys)
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a value of a table without the keys of objects that another row has, and this one does not."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+@dataclass(frozen=True)
+class RowEncoder:
+    """Documents of the rows of one source. Can be pickled."""
+
+    reader: RowReader
+    tokenizer: ChatTokenizer
+    data: DataConfig
+    row_tokens: int
+    first: int
+    """Number of the first row of the source among the rows of all sources."""
+
+    def __call__(self, columns: Mapping[str, Sequence[Any]], indices: Sequence[int]) -> Any:
+        """Return the documents of a batch of rows as an Arrow table."""
+        documents = [document for at, index in enumerate(indices) for document in self._row(columns, at, index)]
+        return _table(documents)
+
+    def _row(self, columns: Mapping[str, Sequence[Any]], at: int, index: int) -> Iterator[_Document]:
+        row = self.first + index
+        try:
+            conversation = self.reader.conversation(columns, at, row)
+            documents = [] if conversation is None else self._documents(conversation, row, index < MASK_CHECKS)
+        except DataError as error:
+            if self.data.on_bad_row == "stop":
+                raise
+            # The largest digest is never held out.
+            documents = [_Document(row, 2**64 - 1, counts={"skipped": 1, "layout": -1}, problem=str(error))]
+        yield from documents
+
+    def _documents(self, conversation: Conversation, row: int, is_checked: bool) -> list[_Document]:
+        """Return the documents of one conversation; at least one, which has the counts."""
+        data, tokenizer = self.data, self.tokenizer
+        encoded = tokenizer.encode(conversation)
+        counts = {
+            "conversations": 1,
+            "turns": encoded.num_turns,
+            "ended_turns": encoded.num_ended_turns,
+            "length": len(encoded.tokens),
+            "reasoning_left_out": int(tokenizer.reasoning_left_out(conversation, encoded)),
+            "control_tokens": int(tokenizer.special_in(conversation) is not None),
+            "layout": FORMATS.index(conversation.layout),
+        }
+        head = _Document(row, conversation.digest(), counts=counts)
+        if not encoded.supervised.any():
+            if not data.allow_unsupervised:
+                roles = ", ".join(message["role"] for message in conversation.messages)
+                raise DataError(
+                    f"{conversation.where}: nothing in this conversation is supervised (roles: {roles}); correct it, "
+                    "or set data.allow_unsupervised=true to leave out (and count) such conversations"
+                )
+            counts["unsupervised"] = 1
+            return [head]
+        if is_checked and data.check_masks and (wrong := tokenizer.misplaced(conversation, encoded)):
+            raise DataError(
+                f"{conversation.where}: {wrong}; check the {{% generation %}} spans of the chat template with "
+                "raylane inspect-data. If they are right, set data.check_masks=false"
+            )
+        pieces = self._fitting(conversation, encoded, counts)
+        documents = [head, *(_Document(row, head.digest) for _ in pieces[1:])]
+        for document, (tokens, mask) in zip(documents, pieces, strict=False):
+            document.tokens, document.supervised = tokens, mask
+            document.counts["supervised"] = int(np.count_nonzero(mask))
+        return documents
+
+    def _fitting(
+        self, conversation: Conversation, encoded: Encoded, counts: dict[str, int]
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return the pieces of one conversation that have a supervised token, and count the others."""
+        limit = self.row_tokens
+        pieces, done = fit(encoded.tokens, encoded.supervised, limit, self.data.overlong, conversation.where)
+        counts["dropped"] = int(done == "drop")
+        counts["split"] = int(done == "split")
+        if done == "truncate":
+            counts["truncated"] = 1
+            counts["cut_tokens"] = len(encoded.tokens) - limit
+        kept = [(tokens, mask) for tokens, mask in pieces if mask.any()]
+        counts["emptied"] = len(pieces) - len(kept)
+        return kept
+
+
+def _table(documents: Sequence[_Document]) -> Any:
+    import pyarrow as pa
+
+    lengths = [len(document.tokens) for document in documents]
+    offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
+
+    def joined(arrays: list[np.ndarray], dtype: Any) -> Any:
+        values = np.concatenate(arrays) if arrays else np.zeros(0)
+        return pa.ListArray.from_arrays(offsets, pa.array(values.astype(dtype)))
+
+    return pa.table(
+        {
+            "tokens": joined([document.tokens for document in documents], np.int32),
+            "mask": joined([document.supervised for document in documents], np.uint8),
+            "row": pa.array([document.row for document in documents], pa.int64()),
+            "digest": pa.array(np.array([document.digest for document in documents], np.uint64)),
+            "problem": pa.array([document.problem for document in documents], pa.string()),
+            **{name: pa.array([document.counts.get(name, 0) for document in documents], pa.int32()) for name in COUNTS},
+        }
+    )
