@@ -22,7 +22,8 @@ from raylane.sft.data.chat import ChatTokenizer, chatml_template
 from raylane.sft.data.encoding import fit
 from raylane.sft.data.messages import conversation_of
 from raylane.sft.data.mixing import open_rows
-from raylane.sft.data.prepare import PREPARED, DataCounts, PreparedData, prepare, warnings
+from raylane.sft.data.prepare import prepare
+from raylane.sft.data.prepared import PREPARED, DataCounts, PreparedData, warnings
 from raylane.sft.data.rows import TokenCache
 from raylane.training.config.load import dump
 from raylane.training.labels import IGNORED

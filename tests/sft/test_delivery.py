@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from raylane.sft.data.prepare import PreparedData
+from raylane.sft.data.prepared import PreparedData
 from raylane.training.run import delivery
 from raylane.training.run.delivery import FolderCopies, FolderReceiver, list_files
 from sft import tiny_run

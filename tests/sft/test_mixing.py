@@ -11,7 +11,8 @@ import pytest
 from raylane.errors import ConfigError, DataError
 from raylane.sft.data import audit
 from raylane.sft.data.mixing import WeightedFiles, open_rows, open_training_rows, pack_by_file
-from raylane.sft.data.prepare import PREPARED, prepare
+from raylane.sft.data.prepare import prepare
+from raylane.sft.data.prepared import PREPARED
 from raylane.sft.nemo.translate import translate
 from raylane.sft.run.planning import count_training_rows
 from sft import tiny_run

@@ -19,9 +19,11 @@ import zstandard
 
 from raylane.errors import ConfigError, DataError
 from raylane.sft.data.mixing import open_rows, open_training_rows
-from raylane.sft.data.prepare import PreparedData, num_processes, prepare
+from raylane.sft.data.places import FilePlace, place_of
+from raylane.sft.data.prepare import num_processes, prepare
+from raylane.sft.data.prepared import PreparedData
 from raylane.sft.data.rows import TokenCache
-from raylane.sft.data.sources import ARRAY, ARROW, CSV, LINES, PARQUET, TEXT, FilePlace, kind_of, place_of
+from raylane.sft.data.sources import ARRAY, ARROW, CSV, LINES, PARQUET, TEXT, kind_of
 from sft.conversations import config, question, tokenizer, turn
 
 CALL = {"function": {"name": "add", "arguments": {"a": 1}}}

@@ -15,7 +15,8 @@ from tests.sft import reference_loop
 from raylane.sft.config.load import build_config
 from raylane.sft.config.schema import RunConfig
 from raylane.sft.data.mixing import open_training_rows
-from raylane.sft.data.prepare import PreparedData, prepare
+from raylane.sft.data.prepare import prepare
+from raylane.sft.data.prepared import PreparedData
 from raylane.training.model.hf_config import model_config
 from raylane.training.model.optim import learning_rate, make_optimizer, set_learning_rate
 from raylane.workers.batch import BatchDict

@@ -20,7 +20,7 @@ from raylane.sft.config.load import build_config
 from raylane.sft.config.schema import RunConfig
 from raylane.sft.data import order
 from raylane.sft.data.mixing import open_rows
-from raylane.sft.data.prepare import PreparedData
+from raylane.sft.data.prepared import PreparedData
 from raylane.sft.run.worker import SftWorker
 from raylane.training.labels import IGNORED
 from raylane.training.model.hf_config import model_config

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from raylane.sft.config.schema import RunConfig
 from raylane.sft.data.chat import ChatTokenizer, runs
-from raylane.sft.data.prepare import DataCounts, PreparedData
+from raylane.sft.data.places import place_of
+from raylane.sft.data.prepared import DataCounts, PreparedData
 from raylane.sft.data.rows import RowSource
-from raylane.sft.data.sources import place_of
 
 if TYPE_CHECKING:
     import numpy as np

@@ -18,7 +18,7 @@ from raylane.sft.config.schema import DataConfig
 from raylane.sft.data.chat import ChatTokenizer, Encoded
 from raylane.sft.data.formats import FORMATS, ColumnKeys
 from raylane.sft.data.messages import Conversation, conversation_of, parse_line
-from raylane.sft.data.sources import FilePlace, place_of
+from raylane.sft.data.places import FilePlace, place_of
 
 # Number of conversations at the start of a source whose masks are compared with the assistant's text. The check decodes
 # each conversation again, and a wrong template shows in nearly every conversation, so a sample is enough.

@@ -21,7 +21,7 @@ import numpy as np
 
 from raylane.sft.config.schema import RunConfig
 from raylane.sft.data.packing import Algorithm, Packs, pack_documents
-from raylane.sft.data.prepare import PreparedData
+from raylane.sft.data.prepared import PreparedData
 from raylane.sft.data.rows import RowSource, TokenCache, WeightedFiles
 from raylane.training.config.policy import PolicyConfig
 

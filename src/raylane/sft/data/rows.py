@@ -32,7 +32,7 @@ import numpy as np
 from raylane.errors import DataError
 from raylane.sft.data import order
 from raylane.sft.data.packing import Packs, efficiency
-from raylane.sft.data.sources import FilePlace
+from raylane.sft.data.places import FilePlace
 from raylane.training.labels import IGNORED
 
 CACHE_COLUMNS = ("tokens", "mask", "row")

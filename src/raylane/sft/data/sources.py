@@ -19,7 +19,6 @@ import io
 import json
 import os
 import re
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from raylane.errors import DataError
 from raylane.sft.config.schema import DataSource
 from raylane.sft.data.messages import refuse_deep, without_repeats
+from raylane.sft.data.places import FilePlace
 from raylane.training import storage
 from raylane.training.storage import Place, Url
 
@@ -74,21 +74,6 @@ _BY_SUFFIX = {".csv": CSV, ".tsv": TSV, ".txt": TEXT, ".parquet": PARQUET, ".arr
 _REFUSED_HEADS = {b"PK\x03\x04": ("a zip archive", "Unpack it"), b"\x89HDF": ("an HDF5 file", "Convert it to Parquet")}
 
 
-class FilePlace(NamedTuple):
-    """Place of the rows of one file among the rows of all sources."""
-
-    name: str
-    first: int
-    """Number of its first row."""
-    has_lines: bool
-    """True if row n is line n of the file."""
-
-    def of_row(self, row: int) -> str:
-        """Return the place of a row of this file, counted among all rows, for messages."""
-        number = row - self.first + 1
-        return f"{self.name}:{number}" if self.has_lines else f"{self.name}, row {number}"
-
-
 @dataclass(frozen=True)
 class RowTable:
     """Rows of one source."""
@@ -96,13 +81,6 @@ class RowTable:
     rows: Dataset
     kind: FileKind
     places: tuple[FilePlace, ...]
-
-
-def place_of(places: Sequence[FilePlace], row: int) -> str:
-    """Return the place of a row, for messages. `places` are those of all files, in their order."""
-    if not places:
-        return f"row {row + 1}"
-    return places[bisect_right(places, row, key=lambda place: place.first) - 1].of_row(row)
 
 
 def kind_of(name: str, head: bytes) -> FileKind:

@@ -10,7 +10,7 @@ import torch
 from raylane.errors import CheckpointError, ConfigError
 from raylane.sft.config.load import build_config
 from raylane.sft.config.schema import RunConfig
-from raylane.sft.data.prepare import NOT_CONFIGURED, read_prepared
+from raylane.sft.data.prepared import NOT_CONFIGURED, read_prepared
 from raylane.training.checkpoint import folders
 from raylane.training.checkpoint.export import Companions, Form, export_state
 from raylane.training.checkpoint.folders import Saved

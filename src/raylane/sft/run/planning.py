@@ -13,7 +13,8 @@ from raylane.sft.config.layout import check_layout
 from raylane.sft.config.schema import RunConfig
 from raylane.sft.data.mixing import open_rows, open_training_rows
 from raylane.sft.data.order import steps_per_epoch, total_steps, validation_batches
-from raylane.sft.data.prepare import PreparedData, prepare
+from raylane.sft.data.prepare import prepare
+from raylane.sft.data.prepared import PreparedData
 from raylane.training.config.layout import check_model_folder, micro_batches
 from raylane.training.model.hf_config import ModelShape, model_config, model_shape
 from raylane.training.parallel.mesh import AXES, DATA_AXES, ParallelDims, shards_parameters

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from raylane.sft.config.layout import room_for_prompts
 from raylane.sft.config.schema import RunConfig
-from raylane.sft.data.prepare import NOT_CONFIGURED, PreparedData
+from raylane.sft.data.prepared import NOT_CONFIGURED, PreparedData
 from raylane.sft.data.rows import RowSource
 from raylane.sft.run.worker import SftWorker
 from raylane.training.run.policy import Policy

@@ -21,7 +21,7 @@ from raylane.errors import ConfigError
 from raylane.sft.config.layout import room_for_prompts
 from raylane.sft.config.schema import RunConfig
 from raylane.sft.data.chat import ChatTokenizer
-from raylane.sft.data.prepare import PreparedData
+from raylane.sft.data.prepared import PreparedData
 from raylane.sft.data.rows import TokenCache
 from raylane.training.model.defaults import with_own_defaults
 from raylane.training.run.record import Sample

@@ -22,9 +22,10 @@ from raylane.errors import CheckpointError, StepNotFiniteError, WorkerLostError
 from raylane.sft.config.schema import RunConfig
 from raylane.sft.data import order
 from raylane.sft.data.mixing import open_training_rows, rows_of_step
-from raylane.sft.data.prepare import PreparedData, prepare
+from raylane.sft.data.places import place_of
+from raylane.sft.data.prepare import prepare
+from raylane.sft.data.prepared import PreparedData
 from raylane.sft.data.rows import RowSource, TokenCache
-from raylane.sft.data.sources import place_of
 from raylane.sft.run import sample
 from raylane.sft.run.places import check_places, fetch_models
 from raylane.sft.run.policy import SftPolicy

@@ -15,7 +15,7 @@ import torch
 from raylane.sft.config.schema import RunConfig
 from raylane.sft.data import order
 from raylane.sft.data.mixing import open_rows, open_training_rows, rows_of_step
-from raylane.sft.data.prepare import PreparedData
+from raylane.sft.data.prepared import PreparedData
 from raylane.sft.data.rows import RowSource
 from raylane.sft.run import selfcheck
 from raylane.training.model.defaults import with_own_defaults_in_methods
