@@ -31,6 +31,6 @@ def run(args: argparse.Namespace) -> int:
     style = audit.marks(sys.stdout.isatty())
     if args.show > 0:
         tokenizer = ChatTokenizer.load(prepared.tokenizer_dir)
-        print(audit.sample(sets["train"], tokenizer, style, args.show))
+        print(audit.sample(sets["train"], tokenizer, style, range(min(args.show, len(sets["train"].cache)))))
     print(audit.report(prepared, config, sets))
     return 0

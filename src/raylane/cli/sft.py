@@ -17,7 +17,13 @@ if TYPE_CHECKING:
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     """Add CONFIG and overrides."""
-    parser.add_argument("config", metavar="CONFIG", nargs="?", help="YAML file with the configuration of the run")
+    parser.add_argument(
+        "config",
+        metavar="CONFIG",
+        nargs="?",
+        help="YAML file with the configuration of the run; for fine-tuning also MODEL DATA..., a folder of a model or "
+        "hf:NAME, and files, folders or data sets",
+    )
     parser.add_argument(
         "--config", dest="config_option", metavar="CONFIG", help="the same, as in command lines of NeMo-RL"
     )
@@ -31,8 +37,11 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add CONFIG and overrides; all other settings are keys of the configuration."""
+    """Add CONFIG and overrides, and --dry-run; all other settings are keys of the configuration."""
     add_config_arguments(parser)
+    parser.add_argument(
+        "--dry-run", action="store_true", help="show the configuration, the plan and the first batch; train nothing"
+    )
 
 
 def config_words(args: argparse.Namespace) -> tuple[str, list[str]]:
@@ -48,13 +57,23 @@ def config_words(args: argparse.Namespace) -> tuple[str, list[str]]:
 
 
 def load(args: argparse.Namespace) -> RunConfig:
-    """Return the configuration that CONFIG and the overrides describe, with its log level in effect."""
+    """Return the configuration that CONFIG and the overrides describe, with its log level in effect.
+
+    With a model and data in place of CONFIG, a configuration is written first.
+    """
     from raylane.sft.config.load import load_config
+    from raylane.sft.config.starter import names_model, write_starter
     from raylane.sft.nemo.dialect import NEMO_RL
     from raylane.sft.run.places import check_places, fetch_models
 
     set_up_logging("info")  # the file names its own level, and reading the file may log already
     path, words = config_words(args)
+    if names_model(path):
+        import torch
+
+        starter, words = write_starter(path, words, torch.cuda.device_count())
+        logging.getLogger(__name__).info("the configuration is in %s", starter)
+        path = str(starter)
     config = load_config(path, words, NEMO_RL)
     set_up_logging(config.logger.log_level)
     check_places(config)
@@ -84,7 +103,12 @@ def run(args: argparse.Namespace) -> int:
         from raylane.sft.run import trainer
         from raylane.sft.run.planning import plan_run, render
 
+        if args.dry_run:
+            print_configuration(config)
         print(render(plan_run(config), config), flush=True)
+        if args.dry_run:
+            print_first_batch(config)
+            return 0
     except KeyboardInterrupt:
         print(
             "\nraylane sft: interrupted before training began, nothing was saved. Run the same command again to start",
@@ -97,6 +121,36 @@ def run(args: argparse.Namespace) -> int:
         print(f"\nraylane sft: interrupted, nothing was saved. {trainer.resume_advice(config)}", file=sys.stderr)
         return 130
     return 0
+
+
+def print_configuration(config: RunConfig) -> None:
+    """Print the keys that differ from the defaults, as YAML."""
+    import yaml
+
+    from raylane.training.config.load import differences, dump_to_share
+
+    print(yaml.safe_dump(differences(dump_to_share(config), type(config)), sort_keys=False), flush=True)
+
+
+SHOWN_DOCUMENTS = 8
+
+
+def print_first_batch(config: RunConfig) -> None:
+    """Print documents of the first step, with the supervised text marked."""
+    import itertools
+
+    from raylane.sft.data import audit
+    from raylane.sft.data.chat import ChatTokenizer
+    from raylane.sft.data.mixing import open_training_rows, rows_of_step
+    from raylane.sft.data.prepare import prepare
+
+    prepared = prepare(config)
+    rows = open_training_rows(prepared, config)
+    documents = [*itertools.chain.from_iterable(rows.packs[row] for row in rows_of_step(rows, config, 0))]
+    tokenizer = ChatTokenizer.load(prepared.tokenizer_dir)
+    style = audit.marks(sys.stdout.isatty())
+    print(f"\nfirst batch: {len(documents)} documents, the first {min(len(documents), SHOWN_DOCUMENTS)} of them:")
+    print(audit.sample(rows, tokenizer, style, documents[:SHOWN_DOCUMENTS]))
 
 
 def summary(result: RunResult) -> str:

@@ -7,6 +7,7 @@ elsewhere it stands between [[ and ]].
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -57,11 +58,11 @@ def printable(text: str) -> str:
     return _CONTROL.sub(lambda match: repr(match[0])[1:-1], text)
 
 
-def sample(rows: RowSource, tokenizer: ChatTokenizer, style: Marks, count: int) -> str:
-    """Return the first `count` documents of a cache, marked, each under a heading."""
+def sample(rows: RowSource, tokenizer: ChatTokenizer, style: Marks, documents: Iterable[int]) -> str:
+    """Return documents of a cache, marked, each under a heading."""
     cache = rows.cache
     shown = []
-    for index in range(min(count, len(cache))):
+    for index in documents:
         tokens, supervised = cache.document(index)
         heading = (
             f"{style.bold}document {index} ({place_of(rows.places, int(cache.origin[index]))}): {len(tokens)} tokens, "
@@ -106,6 +107,9 @@ def figures(name: str, counts: DataCounts, rows: RowSource, config: RunConfig) -
 def report(prepared: PreparedData, config: RunConfig, sets: dict[str, RowSource]) -> str:
     """Return the statistics of every set."""
     parts = [figures(name, prepared.report[name], rows, config) for name, rows in sets.items()]
+    pairs = zip(config.data.train_sources, prepared.files, strict=True)
+    kinds = [f"  {source.path}: {counts.kind}" for source, counts in pairs]
+    parts.append("\n".join(["rows read", *kinds]))
     if len(prepared.files) > 1:
         # One line for each file of training data: weight, contents, and its part of an epoch.
         files = [*zip(config.data.train_sources, prepared.files, strict=True)]

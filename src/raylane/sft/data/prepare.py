@@ -59,8 +59,8 @@ def prepare(config: RunConfig) -> PreparedData:
     model = config.policy.model_name
     if model is not None and not Path(model).is_dir():  # found here, before hours of tokenising
         raise ConfigError(
-            f"policy.model_name={model!r} is no folder on this machine. Set it to a local Hugging Face folder; a model "
-            f"on the hub must be downloaded first: `hf download {model} --local-dir DIR`"
+            f"policy.model_name={model!r} is no folder on this machine. Set it to a Hugging Face folder, or to "
+            f"hf:{model} for a model on the hub"
         )
     if not done.is_file():
         try:

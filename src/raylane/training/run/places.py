@@ -46,7 +46,9 @@ def require_local(key: str, path: str, reason: str) -> None:
 
 
 def fetch_models(config: Config, cache_dir: str) -> Config:
-    """Return the configuration with local folders in place of URLs of model and tokenizer; download them if needed.
+    """Return the configuration with local folders in place of model and tokenizer behind URLs and on the hub.
+
+    Downloads them if needed.
 
     `cache_dir` is the value of `data.cache_dir`. Folders below it that were downloaded before are used again as long as
     names and sizes of the files behind the URL are the same, and their hashes or times if storage has them. Raises
@@ -62,7 +64,34 @@ def fetch_models(config: Config, cache_dir: str) -> Config:
     return config.model_copy(update={"policy": policy.model_copy(update=update)}) if update else config
 
 
+HUB = "hf:"
+"""Begins the name of a model on the Hugging Face hub."""
+_HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+
+
+def hub_model(key: str, name: str) -> Path:
+    """Return the folder of a model hf:NAME, or hf:NAME@REVISION, in the cache of this machine; download it if needed.
+
+    Waits for the hub, at most some seconds if it does not answer. ConfigError with `key` if there is no such model, or
+    if the hub does not answer and the cache lacks it.
+    """
+    from huggingface_hub import snapshot_download
+
+    repository, _, revision = name.removeprefix(HUB).partition("@")
+    try:
+        folder = snapshot_download(repository, revision=revision or None, allow_patterns=[*_HUB_FILES], etag_timeout=5)
+    except Exception as error:  # the library's, of httpx and of the operating system
+        raise ConfigError(
+            f"{key}={name} cannot be had: {error}. Check the name; without a network, copy the folder to this machine "
+            "and give its path",
+            key=key,
+        ) from error
+    return Path(folder)
+
+
 def _fetched(key: str, text: str, cache_dir: str) -> str:
+    if text.startswith(HUB):
+        return str(hub_model(key, text))
     place = storage.at(text)
     if not isinstance(place, Url):
         return str(place) if "://" in text else text
