@@ -46,7 +46,7 @@ def test_config_option_of_nemo_rl_is_understood(
     """The words are those of NeMo-RL's tests/functional/sft.sh."""
     words = ["cluster.gpus_per_node=2", "sft.max_num_steps=3", "sft.val_batches=1", "sft.val_period=3"]
     words += ["logger.tensorboard_enabled=true", "logger.wandb_enabled=false", "logger.monitor_gpus=true"]
-    words += ["checkpointing.enabled=true", "checkpointing.save_period=3", "policy.model_name=some/other"]
+    words += ["checkpointing.enabled=true", "checkpointing.save_period=3", f"policy.model_name={tmp_path}"]
     words += [f"data.cache_dir={tmp_path}/cache", *OWN]
     assert main(["plan", "--config", their_file, *words]) == 1
     told = capsys.readouterr().err.splitlines()

@@ -277,7 +277,9 @@ def test_turns_cut_to_nothing_are_not_called_unsupervised(tmp_path: Path) -> Non
 def test_model_that_is_no_folder_is_told_before_tokenising(tmp_path: Path) -> None:
     tokenizer().save(tmp_path / "tok")
     policy = {"model_name": "some/model", "tokenizer": {"train_vocab_size": None, "name": str(tmp_path / "tok")}}
-    with pytest.raises(ConfigError, match=r"policy\.model_name='some/model' is no folder .*hf:some/model for a model on the hub"):
+    with pytest.raises(
+        ConfigError, match=r"policy\.model_name='some/model' is no folder .*hf:some/model for a model on the hub"
+    ):
         prepare(made(tmp_path, policy=policy))
     assert not (tmp_path / "cache").exists()
 

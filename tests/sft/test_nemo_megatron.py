@@ -112,15 +112,40 @@ def test_learning_rates_are_those_of_megatron(tmp_path: Path) -> None:
         ({"optimizer": {**OPTIMIZER, "brand_new": 3}}, "brand_new=3: this key is not known"),
         ({"optimizer": {**OPTIMIZER, "fp16": True}}, "fp16=true"),
         ({"optimizer": {**OPTIMIZER, "optimizer_cpu_offload": True}}, "optimizer_cpu_offload=true"),
-        ({"pipeline_model_parallel_size": 2}, "pipeline_parallel_size=2 does not work with policy.megatron_cfg"),
-        ({"sequence_parallel": True}, "sequence_parallel=true does not work with policy.megatron_cfg"),
-        ({"peft": {"enabled": True}}, "set policy.dtensor_cfg.lora_cfg and policy.megatron_cfg.enabled=false"),
+        (
+            {"peft": {"enabled": True, "target_modules": ["mixer"]}},
+            "set policy.dtensor_cfg.lora_cfg and policy.megatron_cfg.enabled=false",
+        ),
         ({"fp8_cfg": {"enabled": True}}, "fp8 is not supported"),
     ],
 )
 def test_megatron_settings_without_an_equal_are_to_do(tmp_path: Path, section: dict[str, Any], told: str) -> None:
     made = import_config(megatron_recipe(tmp_path, **section))
     assert any(re.search(told, one) for one in made.to_do), made.to_do
+
+
+@pytest.mark.parametrize(
+    ("section", "asked", "kept"),
+    [
+        ({"sequence_parallel": True}, "sequence_parallel=true", {"sequence_parallel": True}),
+        (
+            {"peft": {"enabled": True, "dim": 4, "target_modules": ["linear_qkv", "linear_fc2"]}},
+            "lora_cfg.enabled=true",
+            {"lora_cfg": {"enabled": True, "dim": 4, "target_modules": ["q_proj", "k_proj", "v_proj", "down_proj"]}},
+        ),
+    ],
+)
+def test_sizes_beyond_the_backend_take_raylanes_layers(
+    tmp_path: Path, section: dict[str, Any], asked: str, kept: dict[str, Any]
+) -> None:
+    made = import_config(megatron_recipe(tmp_path, tensor_model_parallel_size=1, **section))
+    reasons = {note.key: note.reason for note in made.notes}
+    assert reasons["policy.megatron_cfg"] == f"raylane's own layers train instead, for {asked}"
+    policy = made.document["policy"]
+    assert "megatron_cfg" not in policy
+    for key, value in kept.items():
+        actual = policy["dtensor_cfg"][key]
+        assert actual | value == actual if isinstance(value, dict) else actual == value
 
 
 @pytest.mark.parametrize("style", ["constant", "linear"])

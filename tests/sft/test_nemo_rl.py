@@ -94,7 +94,10 @@ def test_mandatory_value_that_is_missing_is_named(own_file: Path) -> None:
         ({"policy": {"dtensor_cfg": {"automodel_kwargs": {"backend": {}}}}}, "loaded by transformers"),
         ({"policy": {"megatron_cfg": {"enabled": True, "fp8_cfg": {"enabled": True}}}}, "fp8 is not supported"),
         ({"policy": {"megatron_cfg": {"enabled": True, "expert_model_parallel_size": 2}}}, "only dense models"),
-        ({"policy": {"megatron_cfg": {"enabled": True, "peft": {"enabled": True}}}}, "with raylane's own layers"),
+        (
+            {"policy": {"megatron_cfg": {"enabled": True, "peft": {"enabled": True, "target_modules": ["mixer"]}}}},
+            "its layers have no equal",
+        ),
         ({"policy": {"sequence_packing": {"train_mb_tokens": 5000}}}, "policy.train_micro_batch_size tokens"),
         ({"policy": {"sequence_packing": {"sequence_length_round": 1000}}}, "must be a multiple of it"),
         ({"policy": {"optimizer": {"name": "torch.optim.SGD"}}}, r"only torch\.optim\.AdamW is supported"),
@@ -211,11 +214,10 @@ def test_data_sections_become_file_names_and_keys(section: dict[str, Any], keys:
 @pytest.mark.parametrize(
     ("section", "told"),
     [
-        ({"train": {"dataset_name": "squad"}}, r"'squad' is a data set that NeMo-RL downloads.*set data\.train to its"),
+        ({"train": {"dataset_name": "squad"}}, r"'squad' is a data set that NeMo-RL downloads.*by --map squad=PATH"),
         ({"train": {"dataset_name": "squad", "data_path": "a"}}, "'squad' is a data set that NeMo-RL downloads"),
         ({"train": {"dataset_name": "ResponseDataset"}}, r"data\.train\.data_path is not set"),
         ({"train": {"data_path": "a", "system_prompt": "Be kind."}}, "put its effect into the data"),
-        ({"train": {"data_path": "a", "prompt_file": "p.txt"}}, "put its effect into the data"),
         ({"train": {"data_path": "a", "tool_key": "functions"}}, "tool_key='functions' is not supported"),
         ({"train": {"data_path": "a", "split_validation_size": 256}}, "must be less than 1"),
         ({"validation": [{"data_path": "a"}, {"data_path": "b"}]}, "join them into one"),

@@ -13,6 +13,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "overrides", nargs="*", metavar="OVERRIDE", help="change of one key, in the words of NeMo-RL or raylane"
     )
+    parser.add_argument(
+        "--map",
+        action="append",
+        default=[],
+        metavar="NAME=PATH",
+        help="path on this machine of a model, data set or prompt file that FILE names (again for each name)",
+    )
     parser.add_argument("-o", "--out", metavar="OUT", type=Path, help="new file (default: print to standard output)")
 
 
@@ -21,7 +28,10 @@ def run(args: argparse.Namespace) -> int:
     from raylane.errors import ConfigError
     from raylane.sft.nemo.import_config import import_config
 
-    imported = import_config(args.file, args.overrides)
+    if wrong := [pair for pair in args.map if "=" not in pair]:
+        raise ConfigError(f"--map {wrong[0]} is no NAME=PATH. Write the name of FILE, =, and a path")
+    names = {name: path for name, _, path in (pair.partition("=") for pair in args.map)}
+    imported = import_config(args.file, args.overrides, names)
     text = imported.yaml(args.file)
     if args.out is None:
         sys.stdout.write(text)

@@ -109,6 +109,9 @@ class DataConfig(Section):
     num_proc: PositiveInt | None = None
     """Number of processes that tokenise; null means one for each 20,000 rows, at most the number of CPUs, and at most
     8. Not in NeMo-RL."""
+    prompt: str | None = None
+    """Text with {} in the place of the user's first message, or a file with one; null leaves messages as they are.
+    NeMo-RL: prompt_file of a data set."""
     messages_key: str = "messages"
     """Key of the list of messages in each row. NeMo-RL: chat_key."""
     input_key: str | None = None

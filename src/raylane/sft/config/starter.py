@@ -47,7 +47,7 @@ def starter_document(
             "max_total_sequence_length": length,
             # Divisible by the number of workers.
             "train_global_batch_size": -(-ROWS_IN_A_STEP // max(1, gpus)) * max(1, gpus),
-            # A row for each conversation, so that little data makes enough steps; micro-batches of one full row's tokens.
+            # A row for each conversation: little data makes enough steps. Micro-batches have the tokens of a full row.
             "sequence_packing": {"enabled": False},
             "dynamic_batching": {"enabled": True},
             "train_micro_batch_size": 1,

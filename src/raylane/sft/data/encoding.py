@@ -7,19 +7,22 @@ without tokens is of a conversation that has no document. Called by `prepare`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from raylane.errors import DataError
+from raylane.errors import ConfigError, DataError
 from raylane.sft.config.schema import DataConfig
 from raylane.sft.data.chat import ChatTokenizer, Encoded
 from raylane.sft.data.formats import FORMATS, ColumnKeys
 from raylane.sft.data.messages import Conversation, conversation_of, parse_line
 from raylane.sft.data.places import FilePlace, place_of
 
+_BRACES = re.compile(r"\{(?!\})|(?<!\{)\}")
 # Number of conversations at the start of a source whose masks are compared with the assistant's text. The check decodes
 # each conversation again, and a wrong template shows in nearly every conversation, so a sample is enough.
 MASK_CHECKS = 1000
@@ -93,6 +96,8 @@ class RowReader:
     is_json: bool
     keys: ColumnKeys
     ignore_keys: Collection[str]
+    prompt: str | None
+    """Text around the first question."""
 
     def conversation(self, columns: Mapping[str, Sequence[Any]], index: int, row: int) -> Conversation | None:
         """Return entry `index` of a batch, which is row `row` of all sources; None for an empty line.
@@ -111,13 +116,34 @@ class RowReader:
             record = {name: value for name, value in record.items() if value is not None}
             if record.keys() == {"text"} and not record["text"].strip():
                 return None
-        return conversation_of(record, where, self.keys, self.ignore_keys)
+        conversation = conversation_of(record, where, self.keys, self.ignore_keys)
+        return conversation if self.prompt is None else conversation.with_prompt(self.prompt)
+
+
+def prompt_text(choice: str | None) -> str | None:
+    """Return the text that `data.prompt` names or holds; ConfigError if it has no place for the question."""
+    text = choice
+    if choice is not None and "{}" not in choice:
+        try:
+            text = Path(choice).read_text("utf-8")
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"data.prompt={choice!r} has no {{}}, and cannot be read as a file: {error}. Give a text with {{}} in "
+                "the place of the question, or a file with one",
+                key="data.prompt",
+            ) from error
+    if text is not None and (text.count("{}") != 1 or _BRACES.search(text.replace("{{", "").replace("}}", ""))):
+        raise ConfigError(
+            f"data.prompt={choice!r} must have {{}} once, and other braces twice ({{{{ and }}}})", key="data.prompt"
+        )
+    return text
 
 
 def reader_of(data: DataConfig, places: tuple[FilePlace, ...], is_json: bool) -> RowReader:
     """Return the reader of a source as the configuration asks."""
     pair = (data.input_key, data.output_key) if data.input_key and data.output_key else None
-    return RowReader(places, is_json, ColumnKeys(data.messages_key, pair), data.ignore_keys)
+    keys = ColumnKeys(data.messages_key, pair)
+    return RowReader(places, is_json, keys, data.ignore_keys, prompt_text(data.prompt))
 
 
 def _without_nulls(value: Any) -> Any:

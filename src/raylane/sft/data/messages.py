@@ -14,7 +14,7 @@ import hashlib
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from raylane.errors import DataError
@@ -48,6 +48,14 @@ class Conversation:
     weights: tuple[bool, ...]  # for each assistant message, in order: True if it is trained on
     text: str | None = None  # of a row of plain text, which has no messages and is learned as it is
     layout: str = "messages"  # one of `formats.FORMATS`
+
+    def with_prompt(self, prompt: str) -> Conversation:
+        """Return the conversation with the user's first message in the place of {} in `prompt`."""
+        first = next((index for index, message in enumerate(self.messages) if message["role"] == "user"), None)
+        if first is None:
+            raise DataError(f"{self.where}: data.prompt needs a message of the user. Remove data.prompt, or the row")
+        message = {**self.messages[first], "content": prompt.format(self.messages[first]["content"])}
+        return replace(self, messages=(*self.messages[:first], message, *self.messages[first + 1 :]))
 
     def digest(self) -> int:
         """Return a hash of 64 bits of messages, tools and text, equal for duplicates in any file."""

@@ -25,7 +25,7 @@ from raylane.errors import ConfigError, DataError
 from raylane.sft.config.schema import RunConfig
 from raylane.sft.data import sources
 from raylane.sft.data.chat import ChatTokenizer, template_text
-from raylane.sft.data.encoding import COUNTS, RowEncoder, reader_of
+from raylane.sft.data.encoding import COUNTS, RowEncoder, prompt_text, reader_of
 from raylane.sft.data.formats import FORMATS
 from raylane.sft.data.messages import Conversation, is_held_out
 from raylane.sft.data.prepared import PREPARED, DataCounts, FileCounts, PreparedData, read_prepared, warnings
@@ -103,6 +103,7 @@ def _cache_key(config: RunConfig, content: str) -> str:
             data.validation_fraction,
             data.check_masks,
             data.on_bad_row,
+            prompt_text(data.prompt),
         ],
         "versions": [transformers.__version__, tokenizers.__version__],
     }

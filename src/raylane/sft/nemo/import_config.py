@@ -7,10 +7,13 @@ meet are left out and reported, and required keys without a value are written as
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
+
+from pydantic import ValidationError
 
 from raylane.errors import ConfigError
 from raylane.sft.config.load import build_config
@@ -20,6 +23,9 @@ from raylane.sft.nemo import translate
 from raylane.sft.nemo.keys import is_nemo_key, refusal
 from raylane.training.config import keys, overrides
 from raylane.training.config.load import differences
+from raylane.training.config.megatron_limits import megatron_problems
+from raylane.training.config.policy import PolicyConfig
+from raylane.training.run.places import HUB
 
 _MISSING = "???"
 _REPORT_WIDTH = 46
@@ -66,14 +72,19 @@ class ImportedConfig:
         )
 
 
-def import_config(path: str | Path, words: Sequence[str] = ()) -> ImportedConfig:
+def import_config(
+    path: str | Path, words: Sequence[str] = (), names: Mapping[str, str] = MappingProxyType({})
+) -> ImportedConfig:
     """Return the translation of a NeMo-RL file (and the files in its `defaults:`) with overrides applied.
+
+    `names` holds the path on this machine of models, data sets and files by the names that the file has for them.
 
     Raises ConfigError if the file cannot be read or an expression in it cannot be resolved.
     """
     document = overrides.apply_overrides(overrides.read_yaml(Path(path)), words, RunConfig, is_nemo_key)
-    translation = translate.read_document(document, str(path), with_their_defaults=True)
+    translation = translate.read_document(document, str(path), with_their_defaults=True, names=names)
     plain = translation.document
+    notes = [*translation.notes, *_without_megatron(plain)]
     to_do = [problem.text for problem in translation.problems if problem.must_set]
     refused = [problem for problem in translation.problems if not problem.must_set]
     # Keys that neither NeMo-RL (as far as the table goes) nor raylane has.
@@ -106,8 +117,21 @@ def import_config(path: str | Path, words: Sequence[str] = ()) -> ImportedConfig
         {key: changed[key] for key in RunConfig.order if key in changed},
         tuple(dict.fromkeys(to_do)),
         tuple(refused),
-        translation.notes,
+        tuple(notes),
     )
+
+
+def _without_megatron(plain: dict[str, Any]) -> Iterator[translate.Note]:
+    """Leave the backend out where it cannot run the sizes that the document asks for: raylane's own layers can."""
+    policy = plain.get("policy")
+    try:
+        problems = [*megatron_problems(PolicyConfig.model_validate(policy))]
+    except ValidationError:
+        return  # reported with the other keys
+    if isinstance(policy, dict) and problems:
+        del policy["megatron_cfg"]
+        asked = [problem.partition(" does not work")[0].removeprefix("policy.dtensor_cfg.") for problem in problems]
+        yield translate.Note("policy.megatron_cfg", f"raylane's own layers train instead, for {', '.join(asked)}")
 
 
 def _unknown_problems(unknown: Mapping[str, str]) -> list[translate.Problem]:
@@ -138,12 +162,8 @@ def _local_problems(document: Mapping[str, Any]) -> list[str]:
     problems = []
     for key in ("policy.model_name", "policy.tokenizer.name"):
         name = keys.value_at(document, key)
-        # NeMo-RL takes names on the hub; raylane takes folders only and downloads nothing.
-        if isinstance(name, str) and not Path(name).is_dir():
-            problems.append(
-                f"{key}={name} is no folder on this machine: download it (`hf download {name} --local-dir DIR`), and "
-                f"set {key}=DIR"
-            )
+        if isinstance(name, str) and not name.startswith(HUB) and not Path(name).is_dir():
+            problems.append(f"{key}={name} is no folder on this machine. Set {key} to one, or to hf:NAME")
     template = keys.value_at(document, "policy.tokenizer.chat_template")
     if isinstance(template, str) and "{%" in template and not (has_marks(template) or can_be_searched(template)):
         problems.append(

@@ -8,8 +8,12 @@ by `dialect` and `import_config`. The tables of keys are in `keys`.
 from __future__ import annotations
 
 import copy
+import hashlib
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from raylane.errors import ConfigError
@@ -20,6 +24,15 @@ from raylane.sft.nemo.schedule import (
     megatron_optimizer,
     megatron_schedule,
     translate_scheduler,
+)
+from raylane.sft.nemo.values import (
+    ADAPTER_LAYERS,
+    HUB_COLUMNS,
+    MARKED_TEMPLATES,
+    OPTIMIZERS,
+    PASSTHROUGH,
+    SPELLINGS,
+    THEIR_DEFAULTS,
 )
 from raylane.training.config.keys import value_at
 from raylane.training.config.overrides import interpolate
@@ -44,34 +57,7 @@ _OLD_FILES = {"train": "train_data_path", "validation": "val_data_path"}
 _MEGATRON = "policy.megatron_cfg"
 _ALL = 1_000_000
 """Number of checkpoints to keep that stands for all of them."""
-_OPTIMIZERS = {"torch.optim.AdamW": "adamw", "AdamW": "adamw", "torch.optim.adamw.AdamW": "adamw"}
-_SPELLINGS: dict[str, dict[str, str]] = {
-    "policy.dtensor_cfg.lora_cfg.lora_A_init": {"uniform": "kaiming"},
-    "policy.sequence_packing.algorithm": {"modified_first_fit_decreasing": "first_fit_decreasing"},
-    "checkpointing.metric_name": {
-        "val:val_loss": "val:loss", "val_loss": "val:loss", "train:train_loss": "train:loss", "train_loss": "train:loss"
-    },
-}  # fmt: skip
-"""Key -> value in NeMo-RL -> value in raylane."""
-# NeMo-RL concatenates the messages if chat_template is null.
-_PASSTHROUGH = (
-    "{% for message in messages %}{% if message.role == 'assistant' %}{% generation %}{{ message.content }}"
-    "{% endgeneration %}{% else %}{{ message.content }}{% endif %}{% endfor %}"
-)
-_THEIR_DEFAULTS: dict[str, tuple[Any, str]] = {
-    "policy.scheduler.name": ("constant", "the learning rate is constant unless policy.scheduler is set"),
-    "policy.optimizer.weight_decay_on": ("all", "torch.optim.AdamW decays every parameter"),
-    "policy.sequence_packing.enabled": (False, "packing is off unless it is set"),
-    "policy.max_grad_norm": (None, "gradients are not clipped unless it is set"),
-    "policy.dtensor_cfg.lora_cfg.dropout_position": ("post", "its default"),
-    "policy.dtensor_cfg.lora_cfg.lora_A_init": ("xavier", "its default"),
-    "data.overlong": ("drop", "conversations that are too long get no loss"),
-    "sft.max_num_steps": (60, "its default"),
-    "sft.val_batches": (8, "its default"),
-    "sft.val_global_batch_size": (32, "its default"),
-    "sft.val_micro_batch_size": (1, "its default"),
-}
-"""Key -> value with the effect that NeMo-RL has if the key is absent, and that effect."""
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass(frozen=True)
@@ -108,8 +94,14 @@ def is_from_nemo_rl(document: Mapping[str, Any]) -> bool:
     return any(_has(dict(document), key) for key in keys)
 
 
-def read_document(document: Mapping[str, Any], source: str, *, with_their_defaults: bool = False) -> Translation:
-    """Return the translation of a document after replacing its `${...}` expressions.
+def read_document(
+    document: Mapping[str, Any],
+    source: str,
+    *,
+    with_their_defaults: bool = False,
+    names: Mapping[str, str] = MappingProxyType({}),
+) -> Translation:
+    """Return the translation of a document after replacing its `${...}` expressions; arguments as of `translate`.
 
     Values that are never read are not resolved, because they may refer to a key that the user has replaced. ConfigError
     for any other expression without a value; `source` names the document in it.
@@ -133,16 +125,25 @@ def read_document(document: Mapping[str, Any], source: str, *, with_their_defaul
     except ConfigError:
         del plain["logger"]["wandb"]["name"]
         notes.append(Note("logger.wandb.name", f"{name} has no value"))
-    translation = translate(interpolate(plain, source, root=document), with_their_defaults=with_their_defaults)
+    interpolated = interpolate(plain, source, root=document)
+    translation = translate(interpolated, with_their_defaults=with_their_defaults, names=names)
     return replace(translation, notes=(*notes, *translation.notes))
 
 
-def translate(document: Mapping[str, Any], *, with_their_defaults: bool = False) -> Translation:
+def translate(
+    document: Mapping[str, Any],
+    *,
+    with_their_defaults: bool = False,
+    names: Mapping[str, str] = MappingProxyType({}),
+) -> Translation:
     """Return the document with raylane's keys and values; `${...}` must have been replaced before.
 
-    `with_their_defaults` fills in what NeMo-RL does where the document sets nothing and raylane does something else.
+    Args:
+        document: Document of NeMo-RL, or of raylane.
+        with_their_defaults: Fill in what NeMo-RL does where the document sets nothing and raylane does something else.
+        names: Path on this machine of a model, data set or file, by the name that the document has for it.
     """
-    work = _Translator(copy.deepcopy(dict(document)))
+    work = _Translator(copy.deepcopy(dict(document)), names)
     # The section for graphs is moved first: `rename_keys` and the schema see only raylane's name of it. Megatron's keys
     # of a disabled backend must not be renamed.
     work.translate_graph()
@@ -186,8 +187,9 @@ def _replace(document: dict[str, Any], key: str, value: Any) -> None:
 class _Translator:
     """One translation in progress: the document, which is changed in place, and what was noted about it."""
 
-    def __init__(self, plain: dict[str, Any]) -> None:
+    def __init__(self, plain: dict[str, Any], names: Mapping[str, str]) -> None:
         self.plain = plain
+        self.names = names
         self.notes: list[Note] = []
         self.problems: list[Problem] = []
 
@@ -244,6 +246,7 @@ class _Translator:
             if set(section) - {"enabled"}:
                 self._remove(_MEGATRON, "it is off")
             return
+        self._translate_peft(section)
         # Its sizes are those of a backend that NeMo-RL would not start.
         if value_at(self.plain, "policy.dtensor_cfg.enabled") is False:
             self._remove("policy.dtensor_cfg", f"it is off, and {_MEGATRON} is on")
@@ -271,6 +274,25 @@ class _Translator:
         if "scheduler" in section:
             self._remove(f"{_MEGATRON}.scheduler", "replaced by policy.scheduler")
 
+    def _translate_peft(self, section: dict[str, Any]) -> None:
+        """Move adapters of Megatron to policy.dtensor_cfg.lora_cfg, with the names of layers of Hugging Face models."""
+        peft = section.get("peft")
+        if not isinstance(peft, dict) or peft.get("enabled") is not True:
+            return
+        named = {key: peft.get(key) or [] for key in ("target_modules", "exclude_modules")}
+        if any(name not in ADAPTER_LAYERS for layers in named.values() for name in layers):
+            return  # the rule of this key refuses it
+        adapters = {key: peft[key] for key in ("enabled", "dim", "alpha", "dropout", "dropout_position") if key in peft}
+        if "lora_A_init_method" in peft:
+            adapters["lora_A_init"] = peft["lora_A_init_method"]
+        for key, layers in named.items():
+            if layers:
+                adapters[key] = [name for layer in layers for name in ADAPTER_LAYERS[layer]]
+        if not named["target_modules"]:
+            adapters["match_all_linear"] = True
+        _replace(self.plain, "policy.dtensor_cfg", {"enabled": True, "lora_cfg": adapters})
+        self._remove(f"{_MEGATRON}.peft", "replaced by policy.dtensor_cfg.lora_cfg")
+
     def translate_adapters(self) -> None:
         """Refuse two choices of layers that contradict each other, and fill in the one that NeMo-RL makes itself."""
         key = "policy.dtensor_cfg.lora_cfg"
@@ -294,8 +316,8 @@ class _Translator:
         """Translate the name of the optimizer, and remove a null section."""
         name = value_at(self.plain, "policy.optimizer.name")
         # Any class path is possible in NeMo-RL, e.g. one of Transformer Engine.
-        if name in _OPTIMIZERS:
-            _replace(self.plain, "policy.optimizer.name", _OPTIMIZERS[name])
+        if name in OPTIMIZERS:
+            _replace(self.plain, "policy.optimizer.name", OPTIMIZERS[name])
         elif isinstance(name, str) and "." in name:
             hint = "; policy.optimizer.name=muon trains matrices with Muon" if "muon" in name.lower() else ""
             self._refuse("policy.optimizer.name", f"only torch.optim.AdamW is supported{hint}", "policy.optimizer.name")
@@ -348,6 +370,18 @@ class _Translator:
             self._remove("checkpointing.metric_name", "null keeps the latest: replaced by keep_latest_k")
             if latest := section.pop("keep_top_k", None):
                 section["keep_latest_k"] = latest
+
+    def keep_by_age(self) -> None:
+        """Replace keep_top_k where checkpoints are saved at steps without a validation, which have no metric."""
+        section = self.plain.get("checkpointing")
+        if not isinstance(section, dict) or not isinstance(section.get("keep_top_k"), int):
+            return
+        saves, validates = section.get("save_period"), value_at(self.plain, "sft.val_period")
+        if isinstance(saves, int) and isinstance(validates, int) and validates and saves % validates:
+            self._note(
+                "checkpointing.keep_top_k", "replaced by keep_latest_k: steps without a validation have no metric"
+            )
+            section["keep_latest_k"] = section.pop("keep_top_k")
 
     def translate_data(self) -> None:
         """Translate the data sets; keys that are the same in raylane are kept as they are.
@@ -409,15 +443,23 @@ class _Translator:
         for key, value in data_set.items():
             if key in DATA_SET_RULES and not (key == "tool_key" and value not in (None, "tools")):
                 self._note(f"{where}.{key}", DATA_SET_RULES[key].why_left_out)
+            elif key == "prompt_file" and isinstance(value, str):
+                self._set(translated, "prompt", self.names.get(value, value))
+                self._note(f"{where}.{key}", "replaced by data.prompt")
             elif value:  # an unknown key that requests something; null and empty text request nothing
                 self._lack(where, f"{where}.{key}={value!r} is not supported; put its effect into the data")
             else:
                 self._note(f"{where}.{key}", "empty")
-        if kind is not None and kind not in (*_PAIRS, *_MESSAGES):
+        if kind in self.names:
+            self._note(f"{where}.dataset_name", f"{kind} is in {self.names[kind]}")
+            if kind in HUB_COLUMNS:
+                self._set(translated, "input_key", question or HUB_COLUMNS[kind][0])
+                self._set(translated, "output_key", answer or HUB_COLUMNS[kind][1])
+            yield self.names[kind]
+        elif kind is not None and kind not in (*_PAIRS, *_MESSAGES):
             reason = (
-                f"{where}.dataset_name={kind!r} is a data set that NeMo-RL downloads, and raylane reads local files. "
-                f"Write it as JSONL, and set {where} to its path (with data.messages_key, or data.input_key and "
-                "data.output_key)"
+                f"{where}.dataset_name={kind!r} is a data set that NeMo-RL downloads and converts. Name a file, folder "
+                f"or data set of the hub with messages, or with a question and an answer, by --map {kind}=PATH"
             )
             self._lack(where, reason)
         elif not isinstance(path, str):
@@ -484,22 +526,42 @@ class _Translator:
 
     def spell_values(self) -> None:
         """Replace values that have another spelling in raylane."""
-        for key, spellings in _SPELLINGS.items():
+        for key, spellings in SPELLINGS.items():
             value = value_at(self.plain, key)
             if isinstance(value, str) and value in spellings:
                 _replace(self.plain, key, spellings[value])
+        key = "policy.tokenizer.chat_template"
+        template = value_at(self.plain, key)
+        if isinstance(template, str):
+            marked = MARKED_TEMPLATES.get(hashlib.sha256(template.encode()).hexdigest())
+            if marked is not None:
+                _replace(self.plain, key, marked)
+                self._note(key, "marked: all that the assistant says is learned, and the end token, as in NeMo-RL")
+
+    def find_models(self) -> None:
+        """Replace names of models on the hub by paths on this machine, or mark them as names on the hub."""
+        for key in ("policy.model_name", "policy.tokenizer.name"):
+            name = value_at(self.plain, key)
+            if isinstance(name, str) and name in self.names:
+                _replace(self.plain, key, self.names[name])
+                self._note(key, f"{name} is in {self.names[name]}")
+            elif isinstance(name, str) and _HUB_NAME.fullmatch(name) and not Path(name).exists():
+                _replace(self.plain, key, f"hf:{name}")
+                self._note(key, f"hf:{name}, which the run downloads; --map {name}=PATH names a folder instead")
 
     def fill_in_defaults(self) -> None:
         """Set keys that the document leaves open and for which NeMo-RL and raylane have other defaults."""
         self.translate_adapters()
+        self.keep_by_age()
+        self.find_models()
         # In raylane null means the tokenizer's own template, which is "default" or an absent key in NeMo-RL.
         tokenizer = value_at(self.plain, "policy.tokenizer")
         if isinstance(tokenizer, dict) and "chat_template" in tokenizer and tokenizer["chat_template"] is None:
-            tokenizer["chat_template"] = _PASSTHROUGH
+            tokenizer["chat_template"] = PASSTHROUGH
             self.notes.append(Note("policy.tokenizer.chat_template", "null joins the messages: replaced by a template"))
         asked = {problem.must_set for problem in self.problems}
         trains_adapters = value_at(self.plain, "policy.dtensor_cfg.lora_cfg.enabled") is True
-        for key, (value, effect) in _THEIR_DEFAULTS.items():
+        for key, (value, effect) in THEIR_DEFAULTS.items():
             # A set policy.scheduler is complete, whichever of its keys it has.
             section = "policy.scheduler" if key.startswith("policy.scheduler.") else key
             # Noise in the log of a run without LoRA.
