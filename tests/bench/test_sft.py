@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from raylane.bench import sft
+from raylane.bench import sft, sft_peers
 from raylane.bench.sft_cases import CASES, blocks_of, cases, group_by_workers
 from raylane.bench.sft_contenders import batch
 from raylane.bench.sft_workers import StepWorker
@@ -21,11 +21,11 @@ WAYS = ["rpc", "compiled", "ray:compiled", "loop"]
 def test_cases_and_who_takes_part() -> None:
     assert sorted(CASES) == [
         *("noop-2-worker-fed", "noop-4-worker-fed", "noop-8-driver-fed", "noop-8-worker-fed"),
-        *("pp2", "step20ms-2-driver-fed", "step20ms-2-worker-fed", "train-1", "train-2"),
+        *("peers", "pp2", "step20ms-2-driver-fed", "step20ms-2-worker-fed", "train-1", "train-2"),
     ]
     assert CASES["pp2"].contenders == ("pp2-torch", "pp2-raylane", "plain")
     for case in CASES.values():
-        if case.work == "pipeline":
+        if case.work in ("pipeline", "peers"):
             continue
         assert list(case.contenders) == [*WAYS, *(["plain"] if case.work == "train" else [])]
         assert case.name.endswith(f"-{case.workers}" if case.work == "train" else f"-{case.workers}-{case.feed}-fed")
@@ -109,3 +109,27 @@ def test_a_quick_run_writes_what_it_should(tmp_path: Path) -> None:
         assert record["step_us"] >= record["p50_us"] * 0.5
     assert "against the loop" in done.stdout
     assert "of plain" in done.stdout
+
+
+def test_table_of_peers_compares_rounds_and_losses() -> None:
+    def record(name: str, rate: float, loss: float, number: int) -> dict[str, object]:
+        measured = {"tokens_per_s": rate, "losses": [2.0, loss], "peak_mb": 100.0}
+        return {"case": "peers-packed", "contender": name, "round": number, **measured}
+
+    records = [record("raylane", 300.0, 1.5, 0), record("trl", 100.0, 1.25, 0)]
+    records += [record("trl", 200.0, 1.25, 1), record("raylane", 400.0, 1.5, 1)]
+    lines = sft.table(records).splitlines()
+    assert lines[0] == "peers-packed raylane: 350 tokens/s (300 to 400), 100 MB"
+    assert lines[1].endswith("raylane is 2.00 to 3.00 times as fast, losses differ by 2.5e-01")
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.processes
+def test_losses_equal_those_of_the_hugging_face_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sft_peers, "NEEDS", {name: sft_peers.NEEDS[name] for name in ("raylane", "transformers")})
+    for layout in sft_peers.LAYOUTS:
+        ours, theirs = sft_peers.run(quick=True, layouts=[layout])
+        assert len(ours["losses"]) == len(theirs["losses"]) == sft_peers.QUICK_STEPS
+        assert ours["losses"] == pytest.approx(theirs["losses"], abs=1e-5)
+        assert min(ours["tokens_per_s"], theirs["tokens_per_s"], ours["peak_mb"], theirs["peak_mb"]) > 0

@@ -14,7 +14,7 @@ from typing import Any
 
 import ray
 
-from raylane.bench import measure
+from raylane.bench import measure, sft_peers
 from raylane.bench.sft_cases import (
     CASES,
     LOOP,
@@ -38,14 +38,22 @@ CONVERSATIONS = 2000
 
 
 def run(selected: Sequence[Case], *, quick: bool) -> list[dict[str, Any]]:
-    """Start Ray, run every case, and shut Ray down; return one record per case and contender."""
+    """Start Ray, run every case, and shut Ray down; return one record per case and contender.
+
+    The runs against other trainers, which start a Ray of their own, come last; they have a record for each round.
+    """
+    peers = [case for case in selected if case.work == "peers"]
+    selected = [case for case in selected if case.work != "peers"]
+    of_peers = sft_peers.run(quick=quick) if peers else []
+    if not selected:
+        return of_peers
     ray.init(include_dashboard=False, log_to_driver=False, logging_level="warning")
     try:
         records = [record for group in group_by_workers(selected) for record in _run_group(group, quick=quick)]
     finally:
         ray.shutdown()
     names = [case.name for case in selected]
-    return sorted(records, key=lambda record: names.index(record["case"]))
+    return [*sorted(records, key=lambda record: names.index(record["case"])), *of_peers]
 
 
 def _run_group(group: Sequence[Case], *, quick: bool) -> list[dict[str, Any]]:
@@ -132,6 +140,10 @@ def table(records: Sequence[dict[str, Any]]) -> str:
 
     A step that computes has its time against the loop, or its tokens per second against the plain training loop.
     """
+    of_peers = [record for record in records if record["case"].startswith("peers-")]
+    records = [record for record in records if not record["case"].startswith("peers-")]
+    if not records:
+        return sft_peers.table(of_peers)
     columns = {"x rpc": (RPC, "p50"), "x its CPU": (RPC, "cpu"), "x ray:compiled": (RAY, "p50")}
     if any(record["contender"] == PIPELINE_TORCH for record in records):
         columns[f"x {PIPELINE_TORCH}"] = PIPELINE_TORCH, "p50"
@@ -148,4 +160,4 @@ def table(records: Sequence[dict[str, Any]]) -> str:
                 f"{name} {record['step_us'] / 1000:.2f} ms a step, {record['work_us'] / 1000:.2f} ms of it work; "
                 f"{record['step_us'] / loop['step_us'] - 1:+.1%} against the loop"
             )
-    return "\n".join(lines)
+    return "\n".join([*lines, sft_peers.table(of_peers)])

@@ -24,9 +24,9 @@ class Case:
     workers: int
     feed: Literal["worker", "driver"] = "worker"
     """worker: the driver sends a step number; driver: it sends a batch of 64 KB to each worker."""
-    work: Literal["noop", "step20ms", "train", "pipeline"] = "noop"
+    work: Literal["noop", "step20ms", "train", "pipeline", "peers"] = "noop"
     """Work of a step: none, matrix products of about 20 ms on one thread, or a training step of a small model, whose
-    layers "pipeline" divides among the workers."""
+    layers "pipeline" divides among the workers; "peers": whole runs, against other trainers (`sft_peers`)."""
     in_flight: int = 1
     """Number of steps that the driver has sent and not yet read.
 
@@ -63,6 +63,7 @@ _ALL = [
     Case("train-1", 1, work="train", in_flight=2, contenders=_TRAIN),
     Case("train-2", 2, work="train", in_flight=2, contenders=_TRAIN),
     Case("pp2", 2, work="pipeline", in_flight=2, contenders=(PIPELINE_TORCH, PIPELINE_RAYLANE, PLAIN)),
+    Case("peers", 1, work="peers", contenders=()),
 ]
 CASES = {case.name: case for case in _ALL}
 
