@@ -97,7 +97,7 @@ def compared_packs(source: RowSource) -> Packs:
     documents = np.fromiter(itertools.chain.from_iterable(source.packs), np.int64, int(counts.sum()))
     lengths, starts = source.cache.lengths[documents], np.cumsum(counts) - counts
     longest = source.packs[int(np.maximum.reduceat(lengths, starts).argmax())]
-    emptiest = source.packs[int(np.add.reduceat(lengths, starts).argmin())]
+    emptiest = source.packs[int(source.row_lengths.argmin())]
     return list(dict.fromkeys((several, longest, emptiest)))
 
 
