@@ -22,6 +22,8 @@ from raylane.sft.data.prepare import prepare
 from raylane.sft.run.policy import SftPolicy
 from raylane.training.model.hf_config import model_config
 from raylane.training.parallel.mesh import ParallelDims
+from raylane.training.parallel.sharded import own_part
+from raylane.training.run import step
 from raylane.training.run.generate import generate
 from raylane.workers.batch import BatchDict
 from sft import reference_loop, tiny_run
@@ -279,6 +281,31 @@ def dtype_of_weights(worker: Any, folder: Path, changes: dict[str, Any]) -> str:
 def test_loss_functions_get_tensors_as_they_were_sent(two: Ranks, folder: Path, layout: str) -> None:
     changes = {**changes_of(2, LAYOUTS[layout][1], packing=True), "policy.precision": "bfloat16"}
     assert set(two.run(dtype_of_weights, folder, changes)) - {""} == {"torch.float32"}
+
+
+def step_with_a_fault(worker: Any, folder: Path, changes: dict[str, Any]) -> tuple[float, bool]:
+    """Return the mark of a skipped step, and True if no weight changed; rank 1 has a gradient of NaN alone."""
+    config = tiny_run.config_of(folder, changes)
+    worker.setup(config, prepare(config), STEPS)
+    clip = step.clip
+
+    def clip_with_a_fault(model: Any, max_norm: float | None) -> float:
+        own_part(model.causal_lm.get_parameter("model.norm.weight").grad).fill_(float("nan"))
+        return clip(model, max_norm)
+
+    before = [own_part(parameter).detach().clone() for parameter in worker.model.parameters()]
+    with pytest.MonkeyPatch.context() as patch:
+        if worker.mesh.rank == 1:
+            patch.setattr(step, "clip", clip_with_a_fault)
+        metrics = worker.train_step(1)
+    after = [own_part(parameter) for parameter in worker.model.parameters()]
+    return metrics.get("skipped", 0.0), all(torch.equal(*pair) for pair in zip(before, after, strict=True))
+
+
+def test_all_ranks_skip_a_step_that_one_of_them_must_skip(two: Ranks, folder: Path) -> None:
+    """Tensor-parallel ranks compute the gradients of a norm's weights each for themselves."""
+    changes = {**changes_of(2, LAYOUTS["tp2"][1], packing=True), "sft.on_nan": "skip"}
+    assert two.run(step_with_a_fault, folder, changes) == [(1.0, True)] * 2
 
 
 def trained_and_saved(worker: Any, folder: Path, changes: dict[str, Any], state: str, start: str | None) -> float:

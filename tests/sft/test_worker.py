@@ -162,7 +162,7 @@ def test_a_step_that_is_not_finite_touches_no_weight(worker, folder):
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_skipped_step_changes_neither_weights_nor_optimizer(worker, folder, optimizer):
-    changes = {"sft.skip_nan_grad": True, "policy.optimizer.name": optimizer}
+    changes = {"sft.on_nan": "skip", "policy.optimizer.name": optimizer}
     config, prepared = start(worker, folder, changes)
     batch = tiny_run.global_batch(config, prepared)
     worker.train_step(0)

@@ -177,15 +177,21 @@ def clip(model: RunModel, max_norm: float | None) -> float:
 
 
 def update(
-    model: RunModel, optimizer: torch.optim.Optimizer, loss: float, max_norm: float | None
+    model: RunModel, optimizer: torch.optim.Optimizer, loss: float, max_norm: float | None, device: torch.device
 ) -> tuple[float, bool]:
     """Change the weights by the gradients of the global mean loss. Collective.
 
-    Returns the norm of the gradients, and True if loss and norm are finite; otherwise no weight has changed.
+    Returns the norm of the gradients, and True if loss and norm are finite on all workers; otherwise no weight has
+    changed.
     """
     norm = clip(model, max_norm)
-    # All workers have the same loss and norm, which are sums over all of them, so all of them decide alike.
     finite = math.isfinite(loss) and math.isfinite(norm)
+    if model.mesh.dims.world > 1:
+        # Tensor-parallel workers have gradients of their own of the weights that are not divided. If a fault made those
+        # of one worker NaN and the others went on, their weights would differ from then on without any error.
+        wrong = torch.tensor(float(not finite), device=device)
+        dist.all_reduce(wrong)
+        finite = not wrong.item()
     if finite:
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)

@@ -233,13 +233,13 @@ class TrainingWorker(Generic[Config, AnyVocabulary]):
         assert self._open is not None, "a step has to begin first"
         opened = self._open
         with opened.contexts:
-            norm, finite = step.update(self.model, self.optimizer, loss, self.config.policy.max_grad_norm)
+            norm, finite = step.update(self.model, self.optimizer, loss, self.config.policy.max_grad_norm, self.device)
             self._open = None  # no gradients remain, whether finite or not
-            if not finite and not self.config.loop.skip_nan_grad:
+            if not finite and self.config.loop.on_nan == "stop":
                 raise StepNotFiniteError(
                     f"step {opened.number + 1} failed: loss {loss}, gradient norm {norm}. The weights are unchanged. "
                     "Lower policy.optimizer.kwargs.lr, check the data of this step, or set "
-                    f"{self.config.loop_name}.skip_nan_grad=true to leave out such steps",
+                    f"{self.config.loop_name}.on_nan=skip to leave out such steps",
                     step=opened.number + 1,
                     loss=loss,
                     grad_norm=norm,
