@@ -10,6 +10,8 @@ import logging
 import sys
 from typing import TYPE_CHECKING
 
+from raylane.cli.interrupt import exit_on_interrupt
+
 if TYPE_CHECKING:
     from raylane.sft.config.schema import RunConfig
     from raylane.sft.run.trainer import RunResult
@@ -49,9 +51,10 @@ def config_words(args: argparse.Namespace) -> tuple[str, list[str]]:
 
 def load(args: argparse.Namespace) -> RunConfig:
     """Return the configuration that CONFIG and the overrides describe, with its log level in effect."""
-    from raylane.sft.config.load import load_config
-    from raylane.sft.nemo.dialect import NEMO_RL
-    from raylane.sft.run.places import check_places, fetch_models
+    with exit_on_interrupt(args.command):
+        from raylane.sft.config.load import load_config
+        from raylane.sft.nemo.dialect import NEMO_RL
+        from raylane.sft.run.places import check_places, fetch_models
 
     set_up_logging("info")  # the file names its own level, and reading the file may log already
     path, words = config_words(args)
@@ -81,8 +84,9 @@ def run(args: argparse.Namespace) -> int:
     """
     try:
         config = load(args)  # before the slow imports, so that a wrong key is reported at once
-        from raylane.sft.run import trainer
-        from raylane.sft.run.planning import plan_run, render
+        with exit_on_interrupt(args.command):
+            from raylane.sft.run import trainer
+            from raylane.sft.run.planning import plan_run, render
 
         print(render(plan_run(config), config), flush=True)
     except KeyboardInterrupt:
