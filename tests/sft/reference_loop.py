@@ -46,30 +46,35 @@ def new_model(hf_config: Any, seed: int) -> Any:
     return model
 
 
-def backward(model: Any, data: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
-    """Leave the gradients of the mean loss of all documents in `.grad`; return that loss."""
+def backward(model: Any, data: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[float, float]:
+    """Leave the gradients of the mean loss of all documents in `.grad`; return that loss and the token accuracy."""
     supervised = sum(int((labels != IGNORED).sum()) for _, labels in data)
-    total = 0.0
+    total, right = 0.0, 0
     for tokens, labels in data:
         logits = model(input_ids=tokens[None], use_cache=False).logits[0]
         loss = torch.nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
         (loss / supervised).backward()
         total += loss.item()
-    return total / supervised
+        right += int((logits.argmax(dim=-1) == labels).sum())
+    return total / supervised, right / supervised
 
 
 def train(
     model: Any, data: list[tuple[torch.Tensor, torch.Tensor]], steps: int, lr: float, eps: float, max_norm: float
-) -> list[float]:
-    """Train with AdamW at a constant rate, gradients clipped to `max_norm`, no decay of vectors; return the losses."""
+) -> tuple[list[float], list[float]]:
+    """Train with AdamW at a constant rate, gradients clipped to `max_norm`, no decay of vectors.
+
+    Return the losses and the token accuracies.
+    """
     matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     vectors = [parameter for parameter in model.parameters() if parameter.ndim == 1]
     groups = [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.999), eps=eps)
-    losses = []
+    measured = []
     for _ in range(steps):
-        losses.append(backward(model, data))
+        measured.append(backward(model, data))
         torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()
         optimizer.zero_grad()
-    return losses
+    losses, accuracies = map(list, zip(*measured, strict=True))
+    return losses, accuracies

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from raylane.errors import ConfigError
+from raylane.sft.data.mixing import rows_of_step
 from raylane.sft.data.prepare import prepare
 from raylane.sft.nemo.translate import translate
 from raylane.training.run.micro_batches import FixedRows, TokenBudget, cut_together, divide, division
@@ -70,6 +71,8 @@ def test_rows_of_a_pipeline_have_few_lengths():
 
 
 def test_division_cuts_unpacked_rows_only(folder):
+    divisible = {**UNPACKED, "policy.make_sequence_length_divisible_by": 32}
+    assert division(tiny_run.config_of(folder, divisible).policy) == FixedRows(2, 32)
     assert division(tiny_run.config_of(folder).policy) == FixedRows(2)
     assert division(tiny_run.config_of(folder, UNPACKED).policy, 3) == FixedRows(3, 8)
     parallel = {"context_parallel_size": 3, "tensor_parallel_size": 2, "sequence_parallel": True}
@@ -163,3 +166,23 @@ def test_keys_of_nemo_rl_are_those_of_raylane():
     made = translate({"policy": {"dynamic_batching": {**section, "logprob_mb_tokens": 4096}}})
     assert made.document == {"policy": {"dynamic_batching": section}}
     assert not made.problems
+
+
+@pytest.mark.parametrize("changes", [{}, {"data.group_by_length": True}], ids=["dealt", "grouped"])
+def test_unpacked_rows_have_little_padding(worker, folder, changes):
+    config = tiny_run.config_of(folder, {**UNPACKED, **changes})
+    prepared = prepare(config)
+    worker.setup(config, prepared, 8)
+    source, shares = worker.train_rows, []
+    for rows in (source.step_rows, lambda size, seed, step: rows_of_step(source, config, step)):
+        batches = [BatchDict.from_arrays(source.rows(rows(8, 3, step))) for step in range(6)]
+        parts = [part["document_ids"] for batch in batches for part in divide(batch, FixedRows(2, 1))]
+        shares.append(sum(int((part < 0).sum()) for part in parts) / sum(part.numel() for part in parts))
+    assert shares[1] < 0.6 * shares[0]
+    losses = [worker.train_step(number)["loss"] for number in range(6)]
+    assert losses == pytest.approx(tiny_run.reference_losses(config, prepared, 6), abs=1e-5)
+
+
+def test_grouping_by_length_of_packed_rows_is_refused(folder):
+    with pytest.raises(ConfigError, match=r"data\.group_by_length=true needs rows of different lengths"):
+        tiny_run.config_of(folder, {"data.group_by_length": True})

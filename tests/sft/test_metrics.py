@@ -7,6 +7,7 @@ import io
 import math
 import os
 import pty
+import re
 import sys
 import types
 from pathlib import Path
@@ -104,11 +105,13 @@ def test_on_a_terminal_a_bar_is_redrawn_and_gives_way_to_lines(tmp_path: Path) -
     os.close(leader)
     assert "\rstep" not in shown.split("\n")[0].split("\r")[1]
     assert "5/20" in shown
-    assert shown.rstrip().endswith("step  6/20  loss 5")
+    assert re.search(r"step  6/20  left \d+:\d\d:\d\d  loss 5$", shown.rstrip())
 
 
 def test_lines_and_bars_are_pure() -> None:
     assert progress_line(7, 107, {}) == "step   7/107"
+    assert progress_line(7, 107, {"loss": 2}, 3723.4) == "step   7/107  left 1:02:03  loss 2"
+    assert progress_bar(7, 107, {"loss": 2}, 28, 90_000) == " step   7/107  left 1 day, 1"
     bar = progress_bar(50, 100, {"loss": 1.0}, 60)
     assert len(bar) <= 60
     assert bar.count("#") == bar.count(".")

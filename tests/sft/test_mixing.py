@@ -95,6 +95,8 @@ def test_steps_draw_from_both_files_by_weight(tmp_path: Path):
     # A resumed run asks for single steps in another process; nothing else decides.
     again = open_training_rows(prepared, config)
     assert np.array_equal(again.step_rows(4, 3, steps[-1]), drawn[-4:])
+    grouped = np.concatenate([rows.step_rows(4, 3, step, group_by_length=True) for step in steps])
+    assert sorted(grouped.tolist()) == sorted(drawn.tolist())
 
 
 def test_counts_of_each_file_are_reported(tmp_path: Path):

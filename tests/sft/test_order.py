@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 
@@ -11,8 +12,10 @@ import pytest
 from raylane.errors import DataError
 from raylane.sft.data.order import (
     batch_rows,
+    deal_by_length,
     epoch_of,
     epoch_order,
+    grouped_by_length,
     rank_slice,
     steps_per_epoch,
     total_steps,
@@ -107,3 +110,36 @@ def test_validation_uses_every_row_once_and_pads() -> None:
     assert len(validation_batches(5, 4, max_batches=1)) == 1
     assert len(validation_batches(8, 4)) == 2
     assert [batch.tolist() for batch in validation_batches(3, 4, max_batches=9)] == [[0, 1, 2, -1]]
+
+
+LENGTHS = np.random.default_rng(5).integers(1, 500, 1000)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_groups_by_length_use_each_row_of_an_epoch_once(shuffle: bool) -> None:
+    """120 batches of 8: two groups of 50 and one of 20; the 40 rows left over are those of the order itself."""
+    for epoch in range(2):
+        row_order = epoch_order(1000, 3, epoch, shuffle)
+        steps = range(epoch * 125, epoch * 125 + 125)
+        batches = [grouped_by_length(row_order, LENGTHS, 8, 3, step, shuffle) for step in steps]
+        for first in range(0, 125, 50):
+            group = np.concatenate(batches[first : first + 50])
+            assert sorted(group.tolist()) == sorted(row_order[first * 8 : (first + 50) * 8].tolist())
+        assert max(int(np.ptp(LENGTHS[batch])) for batch in batches) < 60, "of 500"
+        falls = all(LENGTHS[a].min() >= LENGTHS[b].max() for a, b in itertools.pairwise(batches[:50]))
+        assert falls is not shuffle
+
+
+def test_groups_by_length_differ_by_epoch_and_seed() -> None:
+    row_order = np.arange(1000)
+    steps = {tuple(grouped_by_length(row_order, LENGTHS, 8, seed, step)) for seed in (1, 2) for step in (0, 125, 250)}
+    assert len(steps) == 6
+
+
+def test_dealt_rows_of_one_round_have_similar_lengths() -> None:
+    lengths = np.asarray([4, 9, 1, 7, 8, 2, 6, 5])
+    rows = np.arange(10, 18)
+    dealt = deal_by_length(rows, lengths, 2, 2)
+    assert lengths[dealt - 10].tolist() == [9, 8, 5, 4, 7, 6, 2, 1]
+    assert rank_slice(dealt, 1, 2).tolist() == [13, 16, 15, 12]
+    assert lengths[deal_by_length(rows, lengths, 4, 1) - 10].tolist() == [9, 5, 8, 4, 7, 2, 6, 1]

@@ -22,6 +22,8 @@ from raylane.sft.data.prepare import prepare
 from raylane.sft.run.policy import SftPolicy
 from raylane.training.model.hf_config import model_config
 from raylane.training.parallel.mesh import ParallelDims
+from raylane.training.parallel.sharded import own_part
+from raylane.training.run import step
 from raylane.training.run.generate import generate
 from raylane.workers.batch import BatchDict
 from sft import reference_loop, tiny_run
@@ -90,10 +92,11 @@ class Reference:
         data = reference_loop.documents(folder / "train.jsonl", prepared.tokenizer_dir)
         hf_config = model_config(config.policy, prepared.vocab_size, prepared.pad_id, prepared.end_ids[0])
         model = reference_loop.new_model(hf_config, config.sft.seed)
-        self.loss = reference_loop.backward(model, data)
+        self.loss, _ = reference_loop.backward(model, data)
         self.gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
         model.zero_grad()
-        self.losses = reference_loop.train(model, data, steps, config.policy.optimizer.kwargs.lr, EPS, max_norm=1.0)
+        lr = config.policy.optimizer.kwargs.lr
+        self.losses, self.accuracies = reference_loop.train(model, data, steps, lr, EPS, max_norm=1.0)
         self.weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
@@ -131,21 +134,24 @@ def computed(worker: Any, folder: Path, changes: dict[str, Any]) -> dict[str, An
     worker.setup(config, prepare(config), STEPS)
     dims = ParallelDims.of(config.policy.dtensor_cfg, config.cluster.num_workers)
     loss, gradients = worker.gradients(worker.own_rows(0), 1)
-    losses = [worker.train_step(number)["loss"] for number in range(STEPS)]
+    metrics = [worker.train_step(number) for number in range(STEPS)]
+    losses, accuracies = ([of_step[name] for of_step in metrics] for name in ("loss", "token_accuracy"))
     weights = {}
     for name, parameter in worker.model.causal_lm.named_parameters():
         weights[name] = (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach()
     place = dims.coordinates(worker.mesh.rank)
     if sum(place.values()) > place["pp"]:  # another rank has the same weights
         gradients, weights = {}, {}
-    return {"loss": loss, "gradients": gradients, "losses": losses, "weights": weights}
+    measured = {"loss": loss, "losses": losses, "accuracies": accuracies}
+    return {**measured, "gradients": gradients, "weights": weights}
 
 
 def assert_equal(found: list[dict[str, Any]], wanted: Reference) -> None:
-    """Assert that losses, gradients and weights of all ranks differ from the reference by less than 1e-5."""
+    """Assert that token accuracies are those of the reference; losses, gradients and weights differ by < 1e-5."""
     for of_rank in found:
         assert abs(of_rank["loss"] - wanted.loss) < 1e-5
         assert max(abs(a - b) for a, b in zip(of_rank["losses"], wanted.losses, strict=True)) < 1e-5
+        assert of_rank["accuracies"] == pytest.approx(wanted.accuracies, abs=1e-9)
     for kind in ("gradients", "weights"):
         ours = {name: value for of_rank in found for name, value in of_rank[kind].items()}
         theirs: dict[str, torch.Tensor] = getattr(wanted, kind)
@@ -279,6 +285,31 @@ def dtype_of_weights(worker: Any, folder: Path, changes: dict[str, Any]) -> str:
 def test_loss_functions_get_tensors_as_they_were_sent(two: Ranks, folder: Path, layout: str) -> None:
     changes = {**changes_of(2, LAYOUTS[layout][1], packing=True), "policy.precision": "bfloat16"}
     assert set(two.run(dtype_of_weights, folder, changes)) - {""} == {"torch.float32"}
+
+
+def step_with_a_fault(worker: Any, folder: Path, changes: dict[str, Any]) -> tuple[float, bool]:
+    """Return the mark of a skipped step, and True if no weight changed; rank 1 has a gradient of NaN alone."""
+    config = tiny_run.config_of(folder, changes)
+    worker.setup(config, prepare(config), STEPS)
+    clip = step.clip
+
+    def clip_with_a_fault(model: Any, max_norm: float | None) -> float:
+        own_part(model.causal_lm.get_parameter("model.norm.weight").grad).fill_(float("nan"))
+        return clip(model, max_norm)
+
+    before = [own_part(parameter).detach().clone() for parameter in worker.model.parameters()]
+    with pytest.MonkeyPatch.context() as patch:
+        if worker.mesh.rank == 1:
+            patch.setattr(step, "clip", clip_with_a_fault)
+        metrics = worker.train_step(1)
+    after = [own_part(parameter) for parameter in worker.model.parameters()]
+    return metrics.get("skipped", 0.0), all(torch.equal(*pair) for pair in zip(before, after, strict=True))
+
+
+def test_all_ranks_skip_a_step_that_one_of_them_must_skip(two: Ranks, folder: Path) -> None:
+    """Tensor-parallel ranks compute the gradients of a norm's weights each for themselves."""
+    changes = {**changes_of(2, LAYOUTS["tp2"][1], packing=True), "sft.on_nan": "skip"}
+    assert two.run(step_with_a_fault, folder, changes) == [(1.0, True)] * 2
 
 
 def trained_and_saved(worker: Any, folder: Path, changes: dict[str, Any], state: str, start: str | None) -> float:

@@ -54,12 +54,19 @@ def drawings(page: str) -> list[bytes]:
 
 
 def test_report_without_matplotlib_has_tables_and_advice(tmp_path: Path) -> None:
-    folder = log(tmp_path, step(1, 8.5), {"step": 1, "val:loss": 7.5}, step(2, 7.25), {"step": 2, "val:loss": 7.6})
+    trained = {"train:perplexity": 1408.1, "train:token_accuracy": 0.25, "train:tokens_seen": 5000.0}
+    held_out = {"val:loss": 7.6, "val:perplexity": 1998.2, "val:token_accuracy": 0.125}
+    records = step(1, 8.5), {"step": 1, "val:loss": 7.5}, {**step(2, 7.25), **trained}, {"step": 2, **held_out}
+    folder = log(tmp_path, *records)
     page = write_report(folder).read_text()
     assert page.count("pip install &#x27;raylane[report]&#x27;") == 1
     for words in ("8.5000 to 7.2500", "7.5000 after step 1", "1,234 (median)", "10.0% reading rows", "70.0% computing"):
         assert words in page
-    assert "<td>7.2500</td><td>7.6000</td><td>0.0001</td><td>0.5000</td><td>1,234</td>" in page
+    cells = "7.2500", "7.6000", "0.2500", "0.1250", "0.0001", "0.5000", "1,234"
+    assert "".join(f"<td>{cell}</td>" for cell in cells) in page
+    text = re.sub(r"<[^>]*>|\s+", " ", page)
+    for words in ("tokens seen 5,000", "training perplexity 1,408", "held-out perplexity 1,998"):
+        assert words in " ".join(text.split())
     assert not drawings(page)
 
 

@@ -59,7 +59,7 @@ def test_run_learns_and_writes_model_report_and_sample(uninterrupted, folder):
     validated = [line["step"] for line in read_metrics(folder / "whole/metrics.jsonl") if "val:loss" in line]
     assert validated == [0, 20, 40, 60]
     best = folders.read(result.checkpoint)
-    assert set(best.metrics) == {"train:loss", "val:loss"}
+    assert set(best.metrics) == {"train:loss", "val:loss", "train:tokens_seen"}
     assert not (result.checkpoint.parent / "step_5/hf").exists(), "only the last one holds the model for users"
 
 

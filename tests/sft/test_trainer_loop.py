@@ -20,6 +20,9 @@ from raylane.training.checkpoint.folders import Saved
 from raylane.training.run.stopping import StopRequest, block_sigterm
 
 FIGURES = (
+    "perplexity",
+    "token_accuracy",
+    "tokens",
     "grad_norm",
     "lr",
     "tokens_per_s",
@@ -50,7 +53,7 @@ class RecordingPolicy:
 
     def result(self, future):
         self.events.append(f"read {future}")
-        return {"loss": float(future), **dict.fromkeys(FIGURES, 0.0)}
+        return {**dict.fromkeys(FIGURES, 0.0), "loss": float(future), "tokens": 100.0 + future}
 
     def warm_up(self, rows):
         self.events.append(f"warm up after {self.next_step}")
@@ -61,7 +64,7 @@ class RecordingPolicy:
 
     def validate(self):
         self.events.append(f"validate after {self.next_step}")
-        return {"loss": 10.0 + self.next_step}
+        return {"loss": 10.0 + self.next_step, "perplexity": 1.0, "token_accuracy": 0.5}
 
     def save(self, metrics, *, with_hf):
         self.events.append(f"save {self.next_step}{' hf' if with_hf else ''} {sorted(metrics)}")
@@ -92,7 +95,8 @@ class CountedRows:
 
     num_rows = 24
 
-    def step_rows(self, *args):
+    def step_rows(self, *args, group_by_length):
+        assert not group_by_length
         return order.batch_rows(self.num_rows, *args)
 
     def rows(self, indices):
@@ -138,7 +142,7 @@ def test_steps_are_sent_ahead_of_the_results_that_were_read(tmp_path):
     trainer, events = trainer_of(tmp_path, 4, steps_in_flight=2)
     trainer.fit()
     assert events[:6] == ["send 0", "send 1", "read 0", "send 2", "read 1", "send 3"]
-    assert events[6:] == ["read 2", "read 3", "save 4 hf ['train:loss']"]
+    assert events[6:] == ["read 2", "read 3", "save 4 hf ['train:loss', 'train:tokens_seen']"]
 
 
 def test_driver_feed_sends_the_rows_workers_would_read(tmp_path):
@@ -163,7 +167,10 @@ def test_last_weights_are_published_after_the_checkpoint(tmp_path, stopped):
         trainer.policy.train_step_nowait = lambda number: (stop.ask(), send(number))[1]
     trainer.fit()
     last = 1 if stopped else 3
-    assert events[-2:] == [f"save {last}{'' if stopped else ' hf'} ['train:loss']", f"publish {last}"]
+    assert events[-2:] == [
+        f"save {last}{'' if stopped else ' hf'} ['train:loss', 'train:tokens_seen']",
+        f"publish {last}",
+    ]
 
 
 def losing(policy, at):
@@ -184,9 +191,9 @@ def test_lost_worker_goes_back_to_the_last_checkpoint(tmp_path):
     losing(trainer.policy, [4])
     trainer.fit()
     lost = events.index("recover")
-    assert events[lost - 3 : lost] == ["save 4 ['train:loss']", "send 4", "send 5"]
+    assert events[lost - 3 : lost] == ["save 4 ['train:loss', 'train:tokens_seen']", "send 4", "send 5"]
     assert events[lost:][:5] == ["recover", "warm up after 4", "send 4", "send 5", "read 4"]
-    assert events[-1] == "save 6 hf ['train:loss']"
+    assert events[-1] == "save 6 hf ['train:loss', 'train:tokens_seen']"
 
 
 def test_lost_worker_before_a_checkpoint_starts_anew(tmp_path):
@@ -226,15 +233,15 @@ def test_validation_then_save_wait_for_all_steps(tmp_path):
     trainer, events = trainer_of(tmp_path, 4, steps_in_flight=3, val_period=2, val_at_start=True, save_period=2)
     trainer.fit()
     assert events[:6] == ["validate after 0", "send 0", "send 1", "read 0", "read 1", "validate after 2"]
-    assert events[6] == "save 2 ['train:loss', 'val:loss']"
-    assert events[-2:] == ["validate after 4", "save 4 hf ['train:loss', 'val:loss']"]
+    assert events[6] == "save 2 ['train:loss', 'train:tokens_seen', 'val:loss']"
+    assert events[-2:] == ["validate after 4", "save 4 hf ['train:loss', 'train:tokens_seen', 'val:loss']"]
     assert sum(event.startswith(("validate", "save")) for event in events) == 5, "the last step's are not done twice"
 
 
 def test_a_metric_of_an_earlier_step_is_not_the_checkpoints(tmp_path):
     trainer, events = trainer_of(tmp_path, 3, val_period=2)
     trainer.fit()
-    assert events[-1] == "save 3 hf ['train:loss']"
+    assert events[-1] == "save 3 hf ['train:loss', 'train:tokens_seen']"
 
 
 def test_stop_request_finishes_steps_and_saves(tmp_path):
@@ -249,7 +256,7 @@ def test_stop_request_finishes_steps_and_saves(tmp_path):
 
     trainer.policy.train_step_nowait = stop_at_3
     trainer.fit()
-    assert events[-2:] == ["read 3", "save 4 ['train:loss']"]
+    assert events[-2:] == ["read 3", "save 4 ['train:loss', 'train:tokens_seen']"]
 
 
 def test_async_save_ends_between_steps_and_before_the_next(tmp_path):
@@ -274,7 +281,7 @@ def test_async_save_ends_between_steps_and_before_the_next(tmp_path):
         "read 4",
         "read 5",
         "finish 4",
-        "save 6 hf ['train:loss']",
+        "save 6 hf ['train:loss', 'train:tokens_seen']",
     ]
     assert trainer.saved.step == 6
 
@@ -344,3 +351,18 @@ def test_failed_export_is_repeated_without_a_second_save(tmp_path):
     trainer.resume_from(folders.commit(publishing.begin(tmp_path, 4), 4, {"train:loss": 1.0}, {}))
     trainer.fit()
     assert events == ["export 4"]
+
+
+def test_tokens_seen_go_on_after_a_resume(tmp_path, monkeypatch):
+    logged = {}
+    monkeypatch.setattr(NoLog, "log", lambda _, step, metrics, prefix: logged.update({step: metrics["tokens_seen"]}))
+    trainer, _ = trainer_of(tmp_path, 3)
+    trainer.fit()
+    assert logged == {1: 100, 2: 201, 3: 303}
+    saved = trainer.saved
+    resumed, _ = trainer_of(tmp_path, 5)
+    monkeypatch.setattr(RecordingPolicy, "load", lambda policy, path: setattr(policy, "next_step", 3), raising=False)
+    resumed.resume_from(saved)
+    resumed.fit()
+    assert logged == {1: 100, 2: 201, 3: 303, 4: 406, 5: 510}
+    assert resumed.saved.metrics["train:tokens_seen"] == 510

@@ -149,6 +149,29 @@ def test_clipping_reports_the_norm_before_and_none_never_clips(worker, folder):
     assert clipped["grad_norm"] > 0.01
 
 
+@pytest.mark.parametrize("changes", [{}, {"policy.loss_chunk_tokens": None}], ids=["chunked", "whole"])
+def test_accuracy_and_perplexity_equal_those_of_transformers(worker, folder, changes):
+    config, prepared = start(worker, folder, changes)
+    for number in range(6):
+        metrics = worker.train_step(number)
+    assert metrics["perplexity"] == pytest.approx(math.exp(metrics["loss"]))
+    model = tiny_run.reference_model(config, prepared)
+    model.load_state_dict(worker.model.causal_lm.state_dict())
+    rows = open_rows(prepared.validation, config.policy, prepared.pad_id)
+    right, supervised, loss = 0, 0, 0.0
+    for tokens, learned in (rows.cache.document(number) for number in range(len(rows.cache))):
+        ids, places = torch.from_numpy(tokens.astype("int64"))[None], torch.from_numpy(learned.copy())[1:]
+        with torch.no_grad():
+            logits, labels = model(input_ids=ids).logits[0, :-1][places], ids[0, 1:][places]
+        right += int((logits.argmax(dim=-1) == labels).sum())
+        supervised += len(labels)
+        loss += float(torch.nn.functional.cross_entropy(logits, labels, reduction="sum"))
+    measured = worker.evaluate()
+    assert measured["token_accuracy"] == pytest.approx(right / supervised, abs=1e-12)
+    assert 0.1 < measured["token_accuracy"] < 0.9
+    assert measured["perplexity"] == pytest.approx(math.exp(loss / supervised), rel=1e-5)
+
+
 def test_a_step_that_is_not_finite_touches_no_weight(worker, folder):
     config, prepared = start(worker, folder)
     worker.add_loss("broken", lambda logits, batch: logits.sum() * float("nan"))
@@ -162,7 +185,7 @@ def test_a_step_that_is_not_finite_touches_no_weight(worker, folder):
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_skipped_step_changes_neither_weights_nor_optimizer(worker, folder, optimizer):
-    changes = {"sft.skip_nan_grad": True, "policy.optimizer.name": optimizer}
+    changes = {"sft.on_nan": "skip", "policy.optimizer.name": optimizer}
     config, prepared = start(worker, folder, changes)
     batch = tiny_run.global_batch(config, prepared)
     worker.train_step(0)
@@ -523,13 +546,18 @@ def test_chunked_cross_entropy_equals_torchs():
     wanted = CrossEntropy()(head(hidden), {"labels": labels})
 
     def summed(hidden, labels):
-        return torch.nn.functional.cross_entropy(head(hidden), labels, reduction="sum")
+        logits = head(hidden)
+        loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+        return loss, (logits.argmax(dim=-1) == labels).sum()
 
     rows = CrossEntropy.supervised(labels, labels.device)
     (wanted_gradient,) = torch.autograd.grad(wanted, hidden)
     for chunk in (None, 1, 4, 100):
-        loss = CrossEntropy(chunk).from_hidden(hidden, labels, summed, rows)
+        loss_fn = CrossEntropy(chunk)
+        loss = loss_fn.from_hidden(hidden, labels, summed, rows)
         (gradient,) = torch.autograd.grad(loss, hidden)
+        right = (head(hidden).argmax(dim=-1) == labels).sum()
+        assert [loss_fn.correct.take(labels.device).item() for _ in range(2)] == [right.item(), 0]
         torch.testing.assert_close(loss, wanted)
         torch.testing.assert_close(gradient, wanted_gradient)
     assert CrossEntropy(4).from_hidden(hidden, torch.full_like(labels, -100), summed, rows[:0]).item() == 0.0

@@ -14,7 +14,7 @@ from tests.sft import reference_loop
 
 from raylane.sft.config.load import build_config
 from raylane.sft.config.schema import RunConfig
-from raylane.sft.data.mixing import open_training_rows
+from raylane.sft.data.mixing import open_training_rows, rows_of_step
 from raylane.sft.data.prepare import prepare
 from raylane.sft.data.prepared import PreparedData
 from raylane.training.model.hf_config import model_config
@@ -112,7 +112,7 @@ def write_data(folder: Path) -> None:
 def global_batch(config: RunConfig, prepared: PreparedData, step: int = 0) -> BatchDict:
     """Return all rows of a step, as the workers together read them."""
     source = open_training_rows(prepared, config)
-    rows = source.step_rows(config.policy.train_global_batch_size, config.sft.seed, step, config.data.shuffle)
+    rows = rows_of_step(source, config, step)
     return BatchDict({name: torch.from_numpy(array) for name, array in source.rows(rows).items()})
 
 

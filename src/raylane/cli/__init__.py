@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import raylane
 from raylane.cli.help import describe
+from raylane.cli.interrupt import exit_on_interrupt
 
 
 class Command(NamedTuple):
@@ -156,10 +157,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str]) -> int:
     """Run one command. Everything slow is imported here, where `main` handles Ctrl-C."""
     args = build_parser(argv).parse_args(argv)
-    from raylane.errors import RaylaneError
+    with exit_on_interrupt(args.command):
+        from raylane.errors import RaylaneError
 
+        command = importlib.import_module(COMMANDS[args.command].module)
     try:
-        status: int = importlib.import_module(COMMANDS[args.command].module).run(args)
+        status: int = command.run(args)
     except RaylaneError as error:
         print(f"raylane {args.command}: {type(error).__name__}: {error}", file=sys.stderr)
         return 1

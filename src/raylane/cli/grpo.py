@@ -6,6 +6,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
+from raylane.cli.interrupt import exit_on_interrupt
 from raylane.cli.sft import add_config_arguments, config_words, set_up_logging
 
 if TYPE_CHECKING:
@@ -19,13 +20,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train until the configured end and return the exit status: 130 after Ctrl-C, else 0."""
-    from raylane.rl.config import load_config
+    with exit_on_interrupt(args.command):
+        from raylane.rl.config import load_config
 
     set_up_logging("info")
     config = load_config(*config_words(args))
     set_up_logging(config.logger.log_level)
     try:
-        from raylane.rl import trainer
+        with exit_on_interrupt(args.command):
+            from raylane.rl import trainer
 
         print(summary(trainer.run(config)))
     except KeyboardInterrupt:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from raylane.cli.interrupt import exit_on_interrupt
 from raylane.cli.sft import add_config_arguments, load
 
 
@@ -18,10 +19,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print a sample of the training data with supervised spans marked, then the statistics of every set."""
-    from raylane.sft.data import audit
-    from raylane.sft.data.chat import ChatTokenizer
-    from raylane.sft.data.mixing import open_rows, open_training_rows
-    from raylane.sft.data.prepare import prepare
+    with exit_on_interrupt(args.command):
+        from raylane.sft.data import audit
+        from raylane.sft.data.chat import ChatTokenizer
+        from raylane.sft.data.mixing import open_rows, open_training_rows
+        from raylane.sft.data.prepare import prepare
 
     config = load(args)
     prepared = prepare(config)

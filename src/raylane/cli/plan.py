@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 
+from raylane.cli.interrupt import exit_on_interrupt
 from raylane.cli.sft import add_config_arguments, load
 
 
@@ -17,7 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the forecast of the run; errors are raised if the run is impossible."""
-    from raylane.sft.run.planning import plan_run, render
+    with exit_on_interrupt(args.command):
+        from raylane.sft.run.planning import plan_run, render
 
     config = load(args)
     print(render(plan_run(config), config))

@@ -10,6 +10,8 @@ import logging
 import sys
 from typing import TYPE_CHECKING
 
+from raylane.cli.interrupt import exit_on_interrupt
+
 if TYPE_CHECKING:
     from raylane.sft.config.schema import RunConfig
     from raylane.sft.run.trainer import RunResult
@@ -61,15 +63,17 @@ def load(args: argparse.Namespace) -> RunConfig:
 
     With a model and data in place of CONFIG, a configuration is written first.
     """
-    from raylane.sft.config.load import load_config
-    from raylane.sft.config.starter import names_model, write_starter
-    from raylane.sft.nemo.dialect import NEMO_RL
-    from raylane.sft.run.places import check_places, fetch_models
+    with exit_on_interrupt(args.command):
+        from raylane.sft.config.load import load_config
+        from raylane.sft.config.starter import names_model, write_starter
+        from raylane.sft.nemo.dialect import NEMO_RL
+        from raylane.sft.run.places import check_places, fetch_models
 
     set_up_logging("info")  # the file names its own level, and reading the file may log already
     path, words = config_words(args)
     if names_model(path):
-        import torch
+        with exit_on_interrupt(args.command):
+            import torch
 
         starter, words = write_starter(path, words, torch.cuda.device_count())
         logging.getLogger(__name__).info("the configuration is in %s", starter)
@@ -100,8 +104,9 @@ def run(args: argparse.Namespace) -> int:
     """
     try:
         config = load(args)  # before the slow imports, so that a wrong key is reported at once
-        from raylane.sft.run import trainer
-        from raylane.sft.run.planning import plan_run, render
+        with exit_on_interrupt(args.command):
+            from raylane.sft.run import trainer
+            from raylane.sft.run.planning import plan_run, render
 
         if args.dry_run:
             print_configuration(config)

@@ -50,6 +50,10 @@ def run_problems(config: RunConfig) -> list[str]:
             "sft.max_num_steps and sft.max_num_epochs are both null, so the run would never end; set one of them": (
                 sft.max_num_steps is None and sft.max_num_epochs is None
             ),
+            "data.group_by_length=true needs rows of different lengths, but policy.sequence_packing.enabled=true fills "
+            "all of them; set one of the two to false": (
+                config.data.group_by_length and config.policy.sequence_packing.enabled
+            ),
             f"{asked} asks for validation, but data.validation=null and data.validation_fraction=0.0 "
             "leave nothing to validate on; set one of the two": validates and not config.data.has_validation,
             f"sft.sample_prompts holds {len(sft.sample_prompts)} questions for every validation, but nothing "

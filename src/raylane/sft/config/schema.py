@@ -91,6 +91,11 @@ class DataConfig(Section):
     so duplicates stay on one side and the seed does not matter. NeMo-RL: data.train.split_validation_size."""
     shuffle: bool = True
     """Read the rows in a new order in each epoch; the order depends on sft.seed and the epoch."""
+    group_by_length: bool = False
+    """Put rows of about the same length into the same global batch, which leaves little padding without packing. Each
+    epoch still uses each row as often; batches exchange rows with the 50 batches around them. Losses of successive
+    steps then vary more, because short and long conversations are learned in different steps. TrainingArguments of
+    Hugging Face have the same key, NeMo-RL has none."""
     overlong: Literal["truncate", "drop", "split", "error"] = "truncate"
     """Treatment of a conversation of more than T tokens. truncate: the tail is cut off; drop: the conversation is left
     out; split: the conversation becomes pieces of T tokens that overlap by one token; error: the run is refused.

@@ -20,9 +20,11 @@ from pathlib import Path
 import numpy as np
 
 from raylane.sft.config.schema import RunConfig
+from raylane.sft.data import order
 from raylane.sft.data.packing import Algorithm, Packs, pack_documents
 from raylane.sft.data.prepared import PreparedData
 from raylane.sft.data.rows import RowSource, TokenCache, WeightedFiles
+from raylane.training.config.layout import readers
 from raylane.training.config.policy import PolicyConfig
 
 
@@ -68,5 +70,15 @@ def open_training_rows(prepared: PreparedData, config: RunConfig) -> RowSource:
 
 
 def rows_of_step(rows: RowSource, config: RunConfig, step: int) -> np.ndarray:
-    """Return the indices of the rows of a step's global batch, int64 [rows]; see `RowSource.step_rows`."""
-    return rows.step_rows(config.policy.train_global_batch_size, config.sft.seed, step, config.data.shuffle)
+    """Return the indices of the rows of a step's global batch, int64 [rows], in the order in which workers take them.
+
+    Each reader takes as many successive rows as the others. Rows that are not packed are dealt by length: then the
+    padding of micro-batches is small, and readers wait little for each other. A batch has the same rows in any order.
+    """
+    policy, data = config.policy, config.data
+    chosen = rows.step_rows(
+        policy.train_global_batch_size, config.sft.seed, step, data.shuffle, group_by_length=data.group_by_length
+    )
+    if policy.sequence_packing.enabled:
+        return chosen
+    return order.deal_by_length(chosen, rows.row_lengths[chosen], readers(config), policy.micro_batch_divisor)

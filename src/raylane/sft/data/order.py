@@ -13,6 +13,11 @@ import numpy as np
 
 from raylane.errors import DataError
 
+_GROUPED_BATCHES = 50
+"""Number of successive batches whose rows `grouped_by_length` exchanges, as many as in the Hugging Face trainer."""
+_BATCH_ORDER = 2**40
+"""Number that stands beside the epoch in the seed of the order of batches, which is another one than that of rows."""
+
 
 def steps_per_epoch(num_rows: int, global_batch_size: int) -> int:
     """Return the number of whole batches in one pass over the rows; rows left over are not used in that epoch."""
@@ -40,8 +45,8 @@ def total_steps(num_rows: int, global_batch_size: int, max_num_steps: int | None
     return min(limits)
 
 
-# Two entries: the current epoch, and the previous one while its last steps are in flight.
-@functools.lru_cache(maxsize=2)
+# Four entries: rows and groups of batches in the current epoch, and in the previous one while its last steps run.
+@functools.lru_cache(maxsize=4)
 def epoch_order(num_rows: int, seed: int, epoch: int, shuffle: bool = True) -> np.ndarray:
     """Return the order of the rows in an epoch, int64 [num_rows], read-only; another permutation per (seed, epoch).
 
@@ -63,6 +68,42 @@ def batch_rows(num_rows: int, global_batch_size: int, seed: int, step: int, shuf
     epoch, within = epoch_of(step, num_rows, global_batch_size)
     order = epoch_order(num_rows, seed, epoch, shuffle)
     return order[within * global_batch_size : (within + 1) * global_batch_size].copy()
+
+
+def grouped_by_length(
+    row_order: np.ndarray, lengths: np.ndarray, global_batch_size: int, seed: int, step: int, shuffle: bool = True
+) -> np.ndarray:
+    """Return the rows of a step's global batch, int64 [global_batch_size], all of about the same length; pure.
+
+    `row_order` are the rows of the epoch of `step`, of which each has a length in `lengths`. Batches exchange rows with
+    others near them, so an epoch has the same rows as without grouping:
+
+        order      5 1 9 | 2 8 4 | ...        lengths of three rows in each batch, of two batches that exchange rows
+        sorted     9 8 5 | 4 2 1
+        shuffled   4 2 1 | 9 8 5 | ...        lengths must not fall over the steps
+    """
+    epoch, within = epoch_of(step, len(row_order), global_batch_size)
+    group, place = divmod(within, _GROUPED_BATCHES)
+    batches = min(_GROUPED_BATCHES, steps_per_epoch(len(row_order), global_batch_size) - group * _GROUPED_BATCHES)
+    first = group * _GROUPED_BATCHES * global_batch_size
+    rows = row_order[first : first + batches * global_batch_size]
+    longest_first = rows[np.argsort(-lengths[rows], kind="stable")].reshape(batches, global_batch_size)
+    batch: np.ndarray = longest_first[epoch_order(batches, seed, _BATCH_ORDER + epoch * 2**20 + group, shuffle)[place]]
+    return batch
+
+
+def deal_by_length(rows: np.ndarray, lengths: np.ndarray, readers: int, micro_batch_rows: int) -> np.ndarray:
+    """Return the rows of a global batch so that rows of about the same length are computed at the same time; pure.
+
+    `lengths` are those of `rows`. The result is for `rank_slice`, and for micro-batches of successive rows (2 readers,
+    micro-batches of 2 rows, numbers are lengths):
+
+        sorted     9 8 | 7 6 | 5 4 | 2 1
+        reader 0   9 8 | 5 4                  the longest micro-batch comes first, so a lack of memory shows at once
+        reader 1   7 6 | 2 1
+    """
+    longest_first = rows[np.argsort(-lengths, kind="stable")]
+    return longest_first.reshape(-1, readers, micro_batch_rows).swapaxes(0, 1).reshape(-1)
 
 
 def rank_slice(rows: np.ndarray, rank: int, world: int) -> np.ndarray:

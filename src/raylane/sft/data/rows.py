@@ -21,6 +21,7 @@ limits attention to the document. The label of a position is the next token *of 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -194,13 +195,26 @@ class RowSource:
         """Fraction of all positions that hold a token instead of padding."""
         return efficiency(self.cache.lengths, len(self.packs), self.row_tokens)
 
-    def step_rows(self, global_batch_size: int, seed: int, step: int, shuffle: bool = True) -> np.ndarray:
+    @functools.cached_property
+    def row_lengths(self) -> np.ndarray:
+        """Number of tokens in each row, int64 [len(packs)]."""
+        # Without a loop over the packs, of which there may be millions.
+        counts = np.fromiter(map(len, self.packs), np.int64, len(self.packs))
+        documents = np.fromiter(itertools.chain.from_iterable(self.packs), np.int64, int(counts.sum()))
+        return np.add.reduceat(self.cache.lengths[documents], np.cumsum(counts) - counts)
+
+    def step_rows(
+        self, global_batch_size: int, seed: int, step: int, shuffle: bool = True, group_by_length: bool = False
+    ) -> np.ndarray:
         """Return the indices of the rows of a step's global batch, int64 [global_batch_size]; pure (`order`)."""
-        chosen = order.batch_rows(self.num_rows, global_batch_size, seed, step, shuffle)
-        if self.mixture is None:
-            return chosen
         epoch, _ = order.epoch_of(step, self.num_rows, global_batch_size)
-        return np.take(self.mixture.epoch_rows(seed, epoch), chosen)
+        of_epoch = None if self.mixture is None else self.mixture.epoch_rows(seed, epoch)
+        if group_by_length:
+            row_order = order.epoch_order(self.num_rows, seed, epoch, shuffle)
+            row_order = row_order if of_epoch is None else of_epoch[row_order]
+            return order.grouped_by_length(row_order, self.row_lengths, global_batch_size, seed, step, shuffle)
+        chosen = order.batch_rows(self.num_rows, global_batch_size, seed, step, shuffle)
+        return chosen if of_epoch is None else np.take(of_epoch, chosen)
 
     def rows(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
         """Return input_ids, labels, position_ids and document_ids, each int64 [B, T], as drawn in the module docstring.

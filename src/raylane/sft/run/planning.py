@@ -44,7 +44,7 @@ class RunPlan:
     steps_per_epoch: int
     total_steps: int
     unused_rows: int  # rows left over in each epoch, less than one global batch
-    positions: int  # tokens and padding processed in the whole run
+    positions: int  # tokens and padding processed in the whole run, if every row has full length
     supervised: int  # approximate number of tokens with a loss in the whole run
     validations: int  # number of validations in the whole run
     validation_batches: int  # batches in one validation
@@ -161,7 +161,9 @@ def render(plan: RunPlan, config: RunConfig) -> str:
     if policy.dynamic_batching.enabled:
         share = batch // plan.dims.readers
         micro = f"{share} rows in micro-batches of at most {policy.micro_batch_tokens:,} tokens"
-    positions = f"{batch * policy.max_total_sequence_length:,} positions a step"
+    # Rows that are not packed end with the longest row of their micro-batch.
+    most = "" if policy.sequence_packing.enabled else "at most "
+    positions = f"{most}{batch * policy.max_total_sequence_length:,} positions a step"
     validations = f"{plan.validations} times, {plan.validation_batches} batches each" if plan.validations else "never"
     lines = [
         ("mesh", _mesh(plan, config)),
@@ -170,7 +172,7 @@ def render(plan: RunPlan, config: RunConfig) -> str:
         *([("validation", _set(plan.validation, config))] if plan.validation else []),
         ("batch", f"{batch} rows = {_readers(plan.dims)} x {micro}; {positions}"),
         ("steps", _steps(plan, config)),
-        ("tokens", f"{plan.positions:,} positions, about {plan.supervised:,} of them supervised"),
+        ("tokens", f"{most}{plan.positions:,} positions, about {plan.supervised:,} of them supervised"),
         ("validate", validations),
         ("save", _save(plan, config)),
         ("compute", f"{plan.flops:.2e} floating-point operations in all, {plan.flops / plan.total_steps:.2e} a step"),

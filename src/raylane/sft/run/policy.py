@@ -30,6 +30,7 @@ class SftPolicy(Policy[RunConfig]):
         "sft.max_num_epochs",
         *NOT_CONFIGURED,
         "data.shuffle",
+        "data.group_by_length",
     )
 
     def __init__(self, config: RunConfig, prepared: PreparedData, total_steps: int) -> None:

@@ -97,7 +97,7 @@ def compared_packs(source: RowSource) -> Packs:
     documents = np.fromiter(itertools.chain.from_iterable(source.packs), np.int64, int(counts.sum()))
     lengths, starts = source.cache.lengths[documents], np.cumsum(counts) - counts
     longest = source.packs[int(np.maximum.reduceat(lengths, starts).argmax())]
-    emptiest = source.packs[int(np.add.reduceat(lengths, starts).argmin())]
+    emptiest = source.packs[int(source.row_lengths.argmin())]
     return list(dict.fromkeys((several, longest, emptiest)))
 
 
@@ -222,10 +222,10 @@ class _Check:
         rows = self._rows([chosen, *((document,) for document in chosen)])
         tokens = min(self._source.row_tokens, _REFERENCE_TOKENS // self._multiple * self._multiple)
         batches = [_first_tokens(BatchDict.from_arrays(rows.rows([number])), tokens) for number in range(rows.num_rows)]
-        totals = [forward_only(self._model, batches[0], _ONE_ROW, CrossEntropy(), self._device)]
+        totals = [forward_only(self._model, batches[0], _ONE_ROW, CrossEntropy(), self._device)[0]]
         with _by_transformers(self._model) if self._first.has_reference else nullcontext():
             totals += [
-                forward_only(self._model, batch, _ONE_ROW, CrossEntropy(), self._device) for batch in batches[1:]
+                forward_only(self._model, batch, _ONE_ROW, CrossEntropy(), self._device)[0] for batch in batches[1:]
             ]
         summed = torch.stack(totals)
         dist.all_reduce(summed)

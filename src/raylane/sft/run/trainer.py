@@ -48,8 +48,13 @@ _log = logging.getLogger(__name__)
 
 _MAX_SAMPLE_PARAMETERS = 200_000_000
 """Largest number of parameters for which the driver loads the finished model to print a sample answer."""
+_TOKENS_SEEN = "train:tokens_seen"
+"""Key in the metrics of a checkpoint, from which a resumed run counts on."""
 _PROGRESS_METRICS = (
     "loss",
+    "perplexity",
+    "token_accuracy",
+    "tokens_seen",
     "grad_norm",
     "lr",
     "tokens_per_s",
@@ -169,6 +174,8 @@ class Trainer:
         """Last checkpoint of this run, or the checkpoint that the run resumed from."""
         self.losses: dict[str, float] = {}
         """Latest values of "train:loss" and "val:loss"."""
+        self._tokens_seen = 0.0
+        """Number of tokens of documents in all steps whose metrics were read, also those before a resume."""
         self._validations: dict[int, float] = {}
         """Loss of each validation of this run, by the number of steps done."""
         self._in_flight: deque[tuple[int, GroupFuture]] = deque()
@@ -191,6 +198,7 @@ class Trainer:
             _log.info("resuming from %s, step %d of %d", saved.path, self.done, self.total_steps)
             # The steps after the checkpoint run again; metrics.jsonl must not hold two records of them.
             self._log.rewind(self.done)
+            self._tokens_seen = saved.metrics.get(_TOKENS_SEEN, 0.0)
         elif (aside := self._log.begin_anew()) is not None:
             _log.info("the metrics of an earlier run were moved to %s", aside)
         self._discard_partial()
@@ -272,6 +280,7 @@ class Trainer:
         if self.saved is not None:
             self.resume_from(self.saved)
         else:
+            self._tokens_seen = 0.0
             self._log.rewind(0)
             self._discard_partial()
         self._validations = {step: loss for step, loss in self._validations.items() if step <= self.done}
@@ -323,6 +332,9 @@ class Trainer:
         else:
             self._skipped.end_streak()
             self.losses["train:loss"] = metrics["loss"]
+        # With the tokens of skipped steps, which the run does not see again.
+        self._tokens_seen += metrics["tokens"]
+        metrics = {**metrics, "tokens_seen": self._tokens_seen}
         # Every step is recorded in metrics.jsonl; only every log_interval-th one is printed as a line.
         self._log.log(step, metrics, "train")
         shown = {name: metrics[name] for name in _PROGRESS_METRICS}
@@ -336,7 +348,8 @@ class Trainer:
         self._validations[self.done] = metrics["loss"]
         self.losses["val:loss"] = metrics["loss"]
         self._log.log(self.done, metrics, "val")
-        self._log.progress(self.done, self.total_steps, {"val_loss": metrics["loss"]})
+        shown = {f"val_{name}": metrics[name] for name in ("loss", "perplexity", "token_accuracy")}
+        self._log.progress(self.done, self.total_steps, shown)
         for prompt, answer in [] if self._prompts is None else self._prompts.answers(self.policy.answer):
             self._log.sample(self.done, prompt, answer)
 
@@ -361,6 +374,7 @@ class Trainer:
                 self.policy.export(self.saved)
                 return
             metrics = {**self.saved.metrics, **metrics}
+        metrics[_TOKENS_SEEN] = self._tokens_seen
         if self._config.checkpointing.is_async and self.done < self.total_steps and not self._stop.requested:
             self.policy.save_nowait(metrics)
         else:

@@ -79,11 +79,14 @@ class SftWorker(TrainingWorker[RunConfig, PreparedData]):
         )
 
     def evaluate(self) -> dict[str, float]:
-        """Return the mean loss per supervised token of the validation set (its first `sft.val_batches`, or all)."""
+        """Return loss, perplexity and accuracy per supervised token of the validation set.
+
+        The set is its first `sft.val_batches` batches, or all of it.
+        """
         if self._validation is None:
             raise ValueError("cannot validate: no validation set. Set data.validation or data.validation_fraction")
         sft = self.config.sft
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        total = torch.zeros(2, dtype=torch.float64, device=self.device)
         supervised, dims = 0, self.mesh.dims
         how = division(self.config.policy, sft.val_micro_batch_size)
         assert isinstance(how, FixedRows)
@@ -91,9 +94,9 @@ class SftWorker(TrainingWorker[RunConfig, PreparedData]):
             batch = _read_batch(self._validation, order.rank_slice(rows, self.mesh.reader, dims.readers))
             supervised += step.count(batch, self.device, dims).supervised
             total += step.forward_only(self.model, batch, how, self._loss, self.device)
-        loss = step.mean_loss(total, step.TokenCounts(supervised, 0), dims)
+        means = step.means_of(total, step.TokenCounts(supervised, 0), dims)
         self._end_other_work()
-        return {"loss": loss, "supervised_tokens": supervised}
+        return {**means.metrics, "supervised_tokens": supervised}
 
     def answer(self, prompts: list[list[int]]) -> list[list[int]]:
         """Return the most probable answers to tokenised prompts, at most `sft.sample_tokens` tokens each."""

@@ -401,7 +401,8 @@ class PolicyConfig(Section):
     max_grad_norm: PositiveFloat | None = 1.0
     """Maximum global gradient norm; a larger gradient is scaled down to this norm. null never clips."""
     make_sequence_length_divisible_by: PositiveInt = 1
-    """Required divisor of max_total_sequence_length; 1 accepts every length."""
+    """Required divisor of max_total_sequence_length, and of the length of unpacked rows, which end with the longest row
+    of their micro-batch; 1 accepts every length."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     """Optimizer and its arguments."""
     scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig)

@@ -25,11 +25,12 @@ class LoopConfig(Section):
 
     seed: Annotated[NaturalInt, Field(lt=2**63)] = 42
     """Seed of the random initial weights, of dropout, and of the order of the data."""
-    skip_nan_grad: bool = False
-    """Leave out steps whose loss or gradient norm is NaN or infinite: weights, optimizer state and learning rate go on
-    as if the step had no gradients. false ends the run at such a step. NeMo has the same key, NeMo-RL has none."""
+    on_nan: Literal["stop", "skip"] = "stop"
+    """Treatment of a step whose loss or gradient norm is NaN or infinite, of which no weight and no optimizer state
+    changes. stop: the run ends, and saves no checkpoint; skip: the run goes on with the next step. NeMo has
+    skip_nan_grad=true for skip, NeMo-RL has no key."""
     max_skipped_steps: PositiveInt = 10
-    """Number of successive steps that skip_nan_grad may leave out; one more ends the run. Not in NeMo-RL."""
+    """Number of successive steps that on_nan=skip may leave out; one more ends the run. Not in NeMo-RL."""
     log_interval: PositiveInt = 10
     """Number of steps between two progress lines."""
     step_timeout_s: PositiveFloat | None = None

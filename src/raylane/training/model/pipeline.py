@@ -42,6 +42,8 @@ class PipelinedModel(RunModel):
         self._plans: dict[tuple[Any, ...], Any] = {}
         """torch's schedules, by number and shape of the micro-batches."""
         self._scale = 1.0
+        self._outputs: list[Tensor] = []
+        """Loss and correct tokens [2] of each micro-batch of the last step, if the last stage is here."""
 
     @property
     def tied_copy(self) -> nn.Parameter | None:
@@ -49,9 +51,10 @@ class PipelinedModel(RunModel):
         return self.own_stages[-1].tied_copy
 
     def run(self, batch: BatchDict, rows: int, loss_fn: LossFunction, scale: float | None) -> Tensor:
-        """Return the summed loss of a batch in CPU memory, float64; 0 on workers without the last stage. Collective.
+        """Return loss and number of correct tokens of a batch in CPU memory, both summed, float64 [2]. Collective.
 
-        With `scale`, gradients of scale times the loss are added to `.grad`; with None there is no backward pass.
+        Both are 0 on workers without the last stage. With `scale`, gradients of scale times the loss are added to
+        `.grad`; with None there is no backward pass.
         """
         self._scale = 1.0 if scale is None else scale
         for stage in self.own_stages:
@@ -66,17 +69,20 @@ class PipelinedModel(RunModel):
         first = [tensors["input_ids"]] if self.mesh.stage == 0 else []
         plan = self._plan(batch, rows, scale is not None)
         if scale is None:
-            outputs = plan.eval(*first, **tensors)
-            losses = [] if outputs is None else [outputs]
+            joined = plan.eval(*first, **tensors)
+            outputs = [] if joined is None else [*joined.view(-1, 2)]
         else:
-            losses = list[Tensor]()
-            plan.step(*first, target=tensors["labels"], losses=losses, return_outputs=False, **tensors)
-        zero = torch.zeros((), dtype=torch.float64, device=self._device)
-        return sum((part.detach().double().sum() for part in losses), zero) / self._scale
+            self._outputs = []
+            # Outputs that torch returns would keep their graphs until the next step.
+            plan.step(*first, target=tensors["labels"], return_outputs=False, **tensors)
+            # Without those that torch made to find shapes, which come first.
+            outputs = self._outputs[-(batch.size // rows) :]
+        return sum((output.double() for output in outputs), torch.zeros(2, dtype=torch.float64, device=self._device))
 
     def _loss(self, output: Tensor, _: Tensor) -> Tensor:
         """Return the loss for the backward pass. Called by torch on the last stage, also to find shapes."""
-        return output.sum() * self._scale
+        self._outputs.append(output.detach())
+        return output[0] * self._scale
 
     def swap_plans(self, plans: dict[tuple[Any, ...], Any]) -> dict[tuple[Any, ...], Any]:
         """Use other schedules from now on, for stages that compute with other shapes; return those used before."""

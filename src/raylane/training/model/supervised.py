@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from raylane.errors import ConfigError
 from raylane.training.model import attention
-from raylane.training.model.loss import CrossEntropy, LossFunction
+from raylane.training.model.loss import CrossEntropy, LossFunction, take_correct
 from raylane.training.parallel import tensor_parallel
 from raylane.training.parallel.mesh import WorkerMesh
 from raylane.workers.batch import BatchDict
@@ -145,13 +145,16 @@ class SupervisedModel(RunModel):
         logits: Tensor = self.causal_lm.get_output_embeddings()(hidden)
         return logits
 
-    def _summed(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Return the summed cross-entropy of hidden states [N, H] with labels [N]."""
+    def _summed(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the summed cross-entropy of hidden states [N, H] with labels [N], and the number of correct tokens."""
         logits = self._apply_head(hidden).float()
         if (cap := getattr(self.causal_lm.config, "final_logit_softcapping", None)) is not None:
             logits = cap * torch.tanh(logits / cap)
         if self.mesh.tp is None:
-            return F.cross_entropy(logits, labels, reduction="sum")
+            loss = F.cross_entropy(logits, labels, reduction="sum")
+            with torch.no_grad():
+                # Last, so that a checkpoint of this function does not compute it again for the backward pass.
+                return loss, (logits.argmax(dim=-1) == labels).sum()
         first = tensor_parallel.first_word(self.causal_lm.get_output_embeddings())
         return tensor_parallel.vocabulary_cross_entropy(logits, labels, first, self.mesh.tp.get_group())
 
@@ -173,8 +176,9 @@ class StageModel(SupervisedModel):
         return self.causal_lm.get_output_embeddings().weight if self._is_tied else None
 
     def forward(self, incoming: Tensor, **tensors: Tensor) -> Tensor:  # type: ignore[override]
-        """Return the hidden states [B, t, H] for the next stage, or of the last stage the summed loss, float32 [1].
+        """Return the hidden states [B, t, H] for the next stage; the last one returns two sums, float32 [2].
 
+        The sums are those of the loss and of the correct tokens.
         `incoming`: tokens [B, T] for the first stage, hidden states for the others. `tensors`: those of the batch; in a
         GPU run also `host_position_ids` and `host_labels`, copies in CPU memory.
         """
@@ -186,7 +190,10 @@ class StageModel(SupervisedModel):
             host=OnHost(BatchDict(on_host)) if on_host else None,
             incoming=None if self.is_first else incoming,
         )
-        return torch.stack([out]) if self.is_last else out
+        if not self.is_last:
+            return out
+        # In the output: torch also runs a stage to learn its shapes, and that run must count nothing.
+        return torch.stack([out, take_correct(self.loss_fn, out.device).to(out.dtype)])
 
 
 def stage_tensors(batch: BatchDict, device: torch.device) -> dict[str, Tensor]:

@@ -160,23 +160,28 @@ def first_word(head: nn.Module) -> int:
     return int(offset[0])
 
 
-def vocabulary_cross_entropy(logits: Tensor, labels: Tensor, first: int, group: Any) -> Tensor:
-    """Return the cross-entropy summed over the N tokens, a float32 scalar, the same on all workers of `group`.
+def vocabulary_cross_entropy(logits: Tensor, labels: Tensor, first: int, group: Any) -> tuple[Tensor, Tensor]:
+    """Return the cross-entropy summed over the N tokens, a float32 scalar, and the number of correct tokens.
 
-    `logits`: this worker's part of the vocabulary, float32 [N, V / tp], which starts at word `first`; `labels`: int64
-    [N]. Collective, in the backward pass not.
+    Both are the same on all workers of `group`. A token is correct if its label has the highest logit; of several
+    highest logits the first one counts, as in `argmax`. `logits`: this worker's part of the vocabulary, float32
+    [N, V / tp], which starts at word `first`; `labels`: int64 [N]. Collective, in the backward pass not.
     """
-    total: Tensor = _VocabularyCrossEntropy.apply(logits, labels, first, group)  # type: ignore[no-untyped-call]
-    return total
+    total, correct = _VocabularyCrossEntropy.apply(logits, labels, first, group)  # type: ignore[no-untyped-call]
+    return total, correct
 
 
 class _VocabularyCrossEntropy(torch.autograd.Function):
-    """Cross-entropy over a vocabulary that is divided among workers, with three numbers per token on the wire."""
+    """Cross-entropy over a vocabulary that is divided among workers, with four numbers per token on the wire."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, first: int, group: Any) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, first: int, group: Any) -> tuple[Tensor, Tensor]:
+        if logits.shape[-1]:
+            local_largest, word = logits.max(dim=-1)
+        else:
+            local_largest, word = logits.new_full(logits.shape[:1], float("-inf")), torch.zeros_like(labels)
         # The largest logit of a token may be in the part of another worker.
-        largest = logits.amax(dim=-1) if logits.shape[-1] else logits.new_full(logits.shape[:1], float("-inf"))
+        largest = local_largest.clone()
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
         powers = (logits - largest[:, None]).exp()
         counted = labels != IGNORED
@@ -184,10 +189,14 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
         is_local = counted & (labels >= first) & (labels < first + logits.shape[-1])
         place = torch.where(is_local, labels - first, 0)
         taken = logits.gather(1, place[:, None])[:, 0] - largest if logits.shape[-1] else torch.zeros_like(largest)
-        sums = torch.stack([powers.sum(dim=-1), torch.where(is_local, taken, 0.0)])
+        # Not 0 if a word before the label has the largest logit too.
+        earlier = (local_largest == largest) & (word + first < labels)
+        sums = torch.stack([powers.sum(dim=-1), torch.where(is_local, taken, 0.0), earlier.to(powers.dtype)])
         dist.all_reduce(sums, group=group)
         ctx.save_for_backward(powers / sums[0][:, None], place, is_local, counted)
-        return torch.where(counted, sums[0].log() - sums[1], 0.0).sum()
+        correct = (counted & (sums[1] == 0) & (sums[2] == 0)).sum()
+        ctx.mark_non_differentiable(correct)
+        return torch.where(counted, sums[0].log() - sums[1], 0.0).sum(), correct
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:

@@ -3,7 +3,7 @@
 Called by the trainer, in the driver process. One JSON object per line: `{"step": 7, "time_s": 12.3, "train:loss":
 4.2}`; `time_s` counts from the opening of this log. A resumed run appends; `rewind` removes records of a killed run
 after the step to resume from. A new run moves the file of an older one aside. Progress is one plain line per interval,
-and on a terminal also a live bar.
+and on a terminal also a live bar; both then tell the time left.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -60,6 +61,8 @@ class MetricsLog:
         self._stream = sys.stdout if stream is None else stream
         self._live = self._stream.isatty()
         self._bar_width = 0
+        self._pace: tuple[int, float] | None = None
+        """First step that was shown, and the time then (`time.perf_counter` seconds); None before it."""
         self._began = time.perf_counter()
         for name in (METRICS_FILE, "metrics.draft"):
             if (self.run_dir / name).is_symlink():  # writing would truncate and overwrite the target of the link
@@ -137,17 +140,28 @@ class MetricsLog:
     def progress(self, step: int, total: int, figures: Mapping[str, float]) -> None:
         """Print one progress line; steps count from 1 to `total`."""
         self._clear_bar()
-        self._stream.write(progress_line(step, total, figures) + "\n")
+        self._stream.write(progress_line(step, total, figures, self._left_s(step, total)) + "\n")
         self._stream.flush()
 
     def live(self, step: int, total: int, figures: Mapping[str, float]) -> None:
         """Redraw the progress bar in the last line of a terminal; do nothing elsewhere. Cheap enough for every step."""
         if self._live:
             columns = os.get_terminal_size(self._stream.fileno()).columns or 80  # some terminals report 0
-            bar = progress_bar(step, total, figures, columns - 1)
+            bar = progress_bar(step, total, figures, columns - 1, self._left_s(step, total))
             self._stream.write("\r" + bar.ljust(self._bar_width))
             self._stream.flush()
             self._bar_width = len(bar)
+
+    def _left_s(self, step: int, total: int) -> float | None:
+        """Return the time until the last step at the pace since the first one shown; None if that is not known.
+
+        None also without a terminal: a line in a file is read later.
+        """
+        now = time.perf_counter()
+        if self._pace is None or step < self._pace[0]:  # after a restart of the workers steps run again
+            self._pace = (step, now)
+        first, at = self._pace
+        return (now - at) / (step - first) * (total - step) if self._live and step > first else None
 
     def _clear_bar(self) -> None:
         if self._bar_width:
@@ -166,15 +180,18 @@ class MetricsLog:
             wandb.finish()
 
 
-def progress_line(step: int, total: int, figures: Mapping[str, float]) -> str:
-    """Return a progress line such as 'step  20/107  loss 5.1234  tokens_per_s 12,345'. Pure."""
+def progress_line(step: int, total: int, figures: Mapping[str, float], left_s: float | None = None) -> str:
+    """Return a progress line such as 'step  20/107  left 0:12:05  loss 5.1234  tokens_per_s 12,345'. Pure."""
     width = len(str(total))
-    return "  ".join([f"step {step:>{width}}/{total}", *(f"{name} {figure(value)}" for name, value in figures.items())])
+    # Before the metrics, because a narrow terminal shows only the beginning.
+    left = [] if left_s is None else [f"left {timedelta(seconds=round(left_s))}"]
+    shown = (f"{name} {figure(value)}" for name, value in figures.items())
+    return "  ".join([f"step {step:>{width}}/{total}", *left, *shown])
 
 
-def progress_bar(step: int, total: int, figures: Mapping[str, float], columns: int) -> str:
-    """Return a bar of at most `columns` characters, followed by the same metrics. Pure."""
-    text = f" {progress_line(step, total, figures)}"
+def progress_bar(step: int, total: int, figures: Mapping[str, float], columns: int, left_s: float | None = None) -> str:
+    """Return a bar of at most `columns` characters, followed by the same line. Pure."""
+    text = f" {progress_line(step, total, figures, left_s)}"
     room = max(min(30, columns - len(text) - 2), 0)
     filled = room * step // total if total else room
     bar = f"[{'#' * filled}{'.' * (room - filled)}]" if room else ""

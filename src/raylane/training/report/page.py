@@ -35,11 +35,21 @@ _MAX_ANSWERS = 5
 _COLUMNS = {
     "train:loss": "training loss",
     "val:loss": "held-out loss",
+    "train:token_accuracy": "token accuracy",
+    "val:token_accuracy": "held-out token accuracy",
     "train:lr": "learning rate",
     "train:grad_norm": "gradient norm",
     "train:tokens_per_s": "tokens/s",
     "train:step_time_s": "step (s)",
 }
+_LAST = {
+    "train:perplexity": "training perplexity",
+    "train:token_accuracy": "training token accuracy",
+    "train:tokens_seen": "tokens seen",
+}
+"""Metric of the last training step -> its row in the first table."""
+_LAST_HELD_OUT = {"val:perplexity": "held-out perplexity", "val:token_accuracy": "held-out token accuracy"}
+"""Metric of the last validation -> its row in the first table."""
 _EMPTY: dict[str, Any] = {
     "status": "not known",
     "config": None,
@@ -132,6 +142,9 @@ def _summary(records: Records, facts: dict[str, Any]) -> list[tuple[str, str]]:
     if train:
         rows.append(("steps", f"{figure(train[-1]['step'])} (last one logged)"))
         rows.append(("training loss", f"{figure(train[0]['train:loss'])} to {figure(train[-1]['train:loss'])}"))
+        for key, name in _LAST.items():
+            if key in train[-1]:
+                rows.append((name, figure(train[-1][key])))
         wrong = sum(not math.isfinite(record["train:loss"]) for record in train)
         if wrong:
             rows.append(("steps without a finite loss", figure(wrong)))
@@ -140,6 +153,9 @@ def _summary(records: Records, facts: dict[str, Any]) -> list[tuple[str, str]]:
         best = min(val, key=lambda record: record["val:loss"])
         last = val[-1]
         rows.append(("held-out loss", f"{figure(last['val:loss'])} after step {figure(last['step'])}"))
+        for key, name in _LAST_HELD_OUT.items():
+            if key in last:
+                rows.append((name, figure(last[key])))
         rows.append(("lowest held-out loss", f"{figure(best['val:loss'])} after step {figure(best['step'])}"))
     if speeds := [record["train:tokens_per_s"] for record in train if "train:tokens_per_s" in record]:
         rows.append(("tokens/s", f"{figure(statistics.median(speeds))} (median)"))
@@ -193,6 +209,11 @@ _BLUE, _RED = "#3b6fb6", "#c0392b"
 _SHADES = ("#d9a441", "#c0392b", "#3b6fb6")
 _FEW = 60
 """Number of points up to which each point gets a dot."""
+_BOTH = {
+    "loss": ("Loss", "loss (nats per token)"),
+    "token_accuracy": ("Token accuracy", "share of supervised tokens"),
+}
+"""Metric of training and validation -> title and axis of its plot."""
 _SINGLE = {
     "train:lr": ("Learning rate", "learning rate"),
     "train:grad_norm": ("Gradient norm", "norm before clipping"),
@@ -243,17 +264,18 @@ def thin(records: Records, name: str, max_points: int = MAX_POINTS) -> Series | 
 def draw(series: Mapping[str, Series | None]) -> list[tuple[str, bytes]]:
     """Return (title, SVG) of each plot that has data. Text is drawn as shapes, so no font is needed to see it."""
     drawn = []
-    losses = [
-        (series.get(name), label, colour)
-        for name, label, colour in (("train:loss", "training", _BLUE), ("val:loss", "held out", _RED))
-    ]
-    if any(line is not None for line, _, _ in losses):
-        figure, axes = _axes("Loss", "loss (nats per token)")
-        for line, label, colour in losses:
-            if line is not None:
-                _line(axes, line, colour, label)
-        axes.legend()
-        drawn.append(("Loss", _svg(figure)))
+    for metric, (title, label) in _BOTH.items():
+        lines = [
+            (series.get(f"{prefix}:{metric}"), name, colour)
+            for prefix, name, colour in (("train", "training", _BLUE), ("val", "held out", _RED))
+        ]
+        if any(line is not None for line, _, _ in lines):
+            figure, axes = _axes(title, label)
+            for line, name, colour in lines:
+                if line is not None:
+                    _line(axes, line, colour, name)
+            axes.legend()
+            drawn.append((title, _svg(figure)))
     for name, (title, label) in _SINGLE.items():
         line = series.get(name)
         if line is not None:  # metrics of other versions may lack it

@@ -66,7 +66,8 @@ def division(policy: PolicyConfig, rows: int | None = None) -> Division:
         return TokenBudget(policy.micro_batch_tokens, math.lcm(settings.sequence_length_round, divisor))
     # Packed rows are nearly full, and the kernels of one shape are made once.
     cuts = not policy.sequence_packing.enabled
-    return FixedRows(rows or policy.train_micro_batch_size, math.lcm(_ROUND_TO, divisor) if cuts else None)
+    round_to = math.lcm(_ROUND_TO, divisor, policy.make_sequence_length_divisible_by) if cuts else None
+    return FixedRows(rows or policy.train_micro_batch_size, round_to)
 
 
 def divide(batch: BatchDict, how: Division) -> list[BatchDict]:

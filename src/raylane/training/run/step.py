@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from raylane.training.labels import IGNORED
-from raylane.training.model.loss import LossFunction
+from raylane.training.model.loss import LossFunction, take_correct
 from raylane.training.model.pipeline import PipelinedModel
 from raylane.training.model.supervised import OnHost, RunModel, SupervisedModel, fsdp, stage_tensors
 from raylane.training.parallel.mesh import ParallelDims
@@ -49,6 +49,24 @@ class TokenCounts:
     """Number of tokens with a loss."""
     tokens: int
     """Number of tokens of documents, without padding."""
+
+
+@dataclass(frozen=True)
+class Means:
+    """Means over the supervised tokens of the global batch."""
+
+    loss: float
+    token_accuracy: float | None = None
+    """Share of tokens whose label had the highest logit; None if the loss does not count them."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Metrics by name; perplexity and accuracy only of cross-entropy, which is the loss that counts tokens."""
+        if self.token_accuracy is None:
+            return {"loss": self.loss}
+        # exp() of a float raises from 709.8 on.
+        perplexity = math.inf if self.loss > 700 else math.exp(self.loss)
+        return {"loss": self.loss, "perplexity": perplexity, "token_accuracy": self.token_accuracy}
 
 
 def count(batch: BatchDict, device: torch.device, dims: ParallelDims) -> TokenCounts:
@@ -68,8 +86,8 @@ def backward(
     counts: TokenCounts,
     device: torch.device,
     reduce_each: bool = False,
-) -> float:
-    """Leave the gradients of the global mean loss in `.grad`; return that loss, the same on all workers.
+) -> Means:
+    """Leave the gradients of the global mean loss in `.grad`; return the means, the same on all workers.
 
     `how` is the number of rows in a micro-batch, or the limit of its tokens. With `reduce_each` gradients are reduced
     after every micro-batch, so each worker keeps only its shard of them. Otherwise they are reduced once, after the
@@ -86,7 +104,7 @@ def backward(
         total = _backward_each(model, batch, how, loss_fn, counts, device, reduce_each)
         if model.gradient_sum is not None:
             model.gradient_sum(model.parameters())
-    return mean_loss(total, counts, mesh.dims)
+    return means_of(total, counts, mesh.dims)
 
 
 def _backward_each(
@@ -98,7 +116,7 @@ def _backward_each(
     device: torch.device,
     reduce_each: bool,
 ) -> Tensor:
-    """Run forward and backward passes of all micro-batches; return the summed loss, float64."""
+    """Run forward and backward passes of all micro-batches; return summed loss and correct tokens, float64 [2]."""
     shards = fsdp(model)
     # FSDP averages the gradients of the workers, `GradientSum` adds them.
     scale = (1 if shards is None else model.mesh.fsdp.size()) / max(1, counts.supervised)
@@ -115,26 +133,30 @@ def _backward_each(
         loss = model(part, loss_fn, host=OnHost(host))
         (loss * scale).backward()
         total += loss.detach()
-    return total
+    return torch.stack([total, take_correct(loss_fn, device)])
 
 
-def mean_loss(total: Tensor, counts: TokenCounts, dims: ParallelDims) -> float:
-    """Return the loss per supervised token of the global batch from the sums of the workers. Collective."""
+def means_of(total: Tensor, counts: TokenCounts, dims: ParallelDims) -> Means:
+    """Return the means of the global batch from the sums of the workers: loss and correct tokens [2]. Collective."""
     dist.all_reduce(total)
-    return float(total) / dims.tp / max(1, counts.supervised)
+    loss, correct = (float(value) / dims.tp / max(1, counts.supervised) for value in total.tolist())
+    return Means(loss, None if math.isnan(correct) else correct)
 
 
 def forward_only(
     model: RunModel, batch: BatchDict, how: FixedRows, loss_fn: LossFunction, device: torch.device
 ) -> Tensor:
-    """Return the summed loss over this worker's rows, float64, without gradients, in evaluation mode (no dropout)."""
+    """Return loss and correct tokens summed over this worker's rows, float64 [2], without gradients.
+
+    Runs in evaluation mode (no dropout).
+    """
     total = torch.zeros((), dtype=torch.float64, device=device)
     with torch.no_grad(), evaluating(model):
         if isinstance(model, PipelinedModel):
             return model.run(cut_together(batch, how), how.rows, loss_fn, None)
         for part, host in on_device(divide(batch, how), device):
             total += model(part, loss_fn, host=OnHost(host))
-    return total
+    return torch.stack([total, take_correct(loss_fn, device)])
 
 
 @contextmanager
@@ -177,15 +199,21 @@ def clip(model: RunModel, max_norm: float | None) -> float:
 
 
 def update(
-    model: RunModel, optimizer: torch.optim.Optimizer, loss: float, max_norm: float | None
+    model: RunModel, optimizer: torch.optim.Optimizer, loss: float, max_norm: float | None, device: torch.device
 ) -> tuple[float, bool]:
     """Change the weights by the gradients of the global mean loss. Collective.
 
-    Returns the norm of the gradients, and True if loss and norm are finite; otherwise no weight has changed.
+    Returns the norm of the gradients, and True if loss and norm are finite on all workers; otherwise no weight has
+    changed.
     """
     norm = clip(model, max_norm)
-    # All workers have the same loss and norm, which are sums over all of them, so all of them decide alike.
     finite = math.isfinite(loss) and math.isfinite(norm)
+    if model.mesh.dims.world > 1:
+        # Tensor-parallel workers have gradients of their own of the weights that are not divided. If a fault made those
+        # of one worker NaN and the others went on, their weights would differ from then on without any error.
+        wrong = torch.tensor(float(not finite), device=device)
+        dist.all_reduce(wrong)
+        finite = not wrong.item()
     if finite:
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -258,7 +286,8 @@ class EdgeStep:
         self._model, self._device = model, device
         self._parts = divide(batch, how)
         self._scale = model.mesh.fsdp.size() / max(1, self.counts.supervised)
-        self._total = torch.zeros((), dtype=torch.float64, device=device)
+        self._total = torch.zeros(2, dtype=torch.float64, device=device)
+        """Summed loss and correct tokens."""
         self._waiting: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         """Input and output by (own stage, micro-batch), from its forward to its backward pass."""
         self._remaining = [len(self._parts)] * len(model.own_stages)
@@ -279,7 +308,7 @@ class EdgeStep:
         self._waiting[own_stage, micro_batch] = stage_input, out
         if not stage.is_last:
             return out.detach()  # type: ignore[no-any-return]
-        self._total += out.detach().double().sum()
+        self._total += out.detach().double()
         return None
 
     def backward(self, own_stage: int, micro_batch: int, gradient: Tensor | None) -> Tensor | None:
@@ -298,8 +327,8 @@ class EdgeStep:
         torch.autograd.backward(out, gradient.to(self._device))
         return stage_input.grad
 
-    def end(self) -> float:
-        """Return the global mean loss, the same on all workers, when all passes have run. Collective."""
+    def end(self) -> Means:
+        """Return the global means, the same on all workers, when all passes have run. Collective."""
         assert not any(self._remaining), "a worker ends its step after its last backward pass"
         self._model.sum_tied_gradients()
-        return mean_loss(self._total, self.counts, self._model.mesh.dims)
+        return means_of(self._total, self.counts, self._model.mesh.dims)

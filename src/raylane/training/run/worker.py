@@ -148,9 +148,11 @@ class TrainingWorker(Generic[Config, AnyVocabulary]):
         With `eval_mode` compute only the loss; with `warm_up` undo the step. `with_passes`: only begin the step;
         `forward_pass`, `backward_pass` and `end_step` follow in the same graph.
 
-        Metrics: loss, grad_norm (before clipping), lr, supervised_tokens, tokens, tokens_per_s, and times in seconds:
-        step_time_s = data_time_s (reading rows) + compute_time_s + dispatch_time_s (idle since the last step) +
-        publish_time_s (publishing the weights; only in steps that do). All except the times are equal on all workers.
+        Metrics: loss, and of cross-entropy also perplexity (its exponential) and token_accuracy (share of supervised
+        tokens whose label has the highest logit); grad_norm (before clipping), lr, supervised_tokens, tokens,
+        tokens_per_s, and times in seconds: step_time_s = data_time_s (reading rows) + compute_time_s + dispatch_time_s
+        (idle since the last step) + publish_time_s (publishing the weights; only in steps that do). All except the
+        times are equal on all workers.
 
         `data` has input_ids, position_ids and labels, int64 [B, T], and any other tensors that the loss function reads.
         `loss` names a function sent with `add_loss`; None means cross-entropy. `micro_batch_size` None means as
@@ -167,9 +169,9 @@ class TrainingWorker(Generic[Config, AnyVocabulary]):
         if not isinstance(how, FixedRows):
             how = FixedRows(1)  # of a token budget
         total = step.forward_only(self.model, data, how, loss_fn, self.device)
-        mean = step.mean_loss(total, counts, self.mesh.dims)
+        means = step.means_of(total, counts, self.mesh.dims)
         self._end_other_work()
-        return {"loss": mean, "supervised_tokens": counts.supervised}
+        return {**means.metrics, "supervised_tokens": counts.supervised}
 
     def add_loss(self, name: str, loss_fn: LossFunction) -> None:
         """Store a loss function under a name, so that it is sent once instead of with every step. Not collective."""
@@ -225,21 +227,21 @@ class TrainingWorker(Generic[Config, AnyVocabulary]):
         each = policy.dtensor_cfg.reduce_every_micro_batch
         return self._end_step(step.backward(model, batch, how, loss_fn, counts, self.device, each), counts)
 
-    def _end_step(self, loss: float, counts: step.TokenCounts) -> dict[str, float]:
+    def _end_step(self, means: step.Means, counts: step.TokenCounts) -> dict[str, float]:
         """Update the weights, undo the step if it is a warm-up, and return its metrics.
 
         StepNotFiniteError if loss or gradient norm is not finite, unless such steps are skipped.
         """
         assert self._open is not None, "a step has to begin first"
-        opened = self._open
+        opened, loss = self._open, means.loss
         with opened.contexts:
-            norm, finite = step.update(self.model, self.optimizer, loss, self.config.policy.max_grad_norm)
+            norm, finite = step.update(self.model, self.optimizer, loss, self.config.policy.max_grad_norm, self.device)
             self._open = None  # no gradients remain, whether finite or not
-            if not finite and not self.config.loop.skip_nan_grad:
+            if not finite and self.config.loop.on_nan == "stop":
                 raise StepNotFiniteError(
                     f"step {opened.number + 1} failed: loss {loss}, gradient norm {norm}. The weights are unchanged. "
                     "Lower policy.optimizer.kwargs.lr, check the data of this step, or set "
-                    f"{self.config.loop_name}.skip_nan_grad=true to leave out such steps",
+                    f"{self.config.loop_name}.on_nan=skip to leave out such steps",
                     step=opened.number + 1,
                     loss=loss,
                     grad_norm=norm,
@@ -259,7 +261,7 @@ class TrainingWorker(Generic[Config, AnyVocabulary]):
             return {
                 **({} if finite else {SKIPPED: 1.0}),
                 **({SAVE_ENDED: 1.0} if self._background is not None and self._background.ended else {}),
-                "loss": loss,
+                **means.metrics,
                 "grad_norm": norm,
                 "lr": opened.lr,
                 "supervised_tokens": counts.supervised,
@@ -292,7 +294,7 @@ class TrainingWorker(Generic[Config, AnyVocabulary]):
         counts = step.count(data, self.device, self.mesh.dims)
         reduce_each = self.config.policy.dtensor_cfg.reduce_every_micro_batch
         how = division(self.config.policy, micro_batch_size)
-        loss = step.backward(self.model, data, how, self._loss, counts, self.device, reduce_each)
+        means = step.backward(self.model, data, how, self._loss, counts, self.device, reduce_each)
         by_name = {}
         for name, parameter in self.model.causal_lm.named_parameters():
             if (gradient := parameter.grad) is not None:
@@ -302,7 +304,7 @@ class TrainingWorker(Generic[Config, AnyVocabulary]):
             by_name = {name: gradient for stage in of_stages for name, gradient in stage.items()}
         self.optimizer.zero_grad(set_to_none=True)
         self._end_other_work()
-        return loss, by_name
+        return means.loss, by_name
 
     # State ----------------------------------------------------------------------------------------------------------
 
