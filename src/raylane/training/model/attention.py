@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -321,3 +321,25 @@ def register() -> None:
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, attend)
+
+
+DROPPING_LAYERS = ("nemotron", "stablelm")
+"""Model types whose layers get all arguments of the model, and pass only some of them on to their attention."""
+
+
+def pass_plans_on(layers: Iterable[Any]) -> None:
+    """Make layers of `DROPPING_LAYERS` give the plan of each micro-batch to their attention."""
+    for layer in layers:
+        plan: dict[str, PackedRows] = {}
+
+        def take(_: Any, args: Any, kwargs: dict[str, Any], plan: dict[str, PackedRows] = plan) -> None:
+            """Keep the plan that this layer gets, also when it computes its activations again."""
+            plan.clear()
+            if "packed_rows" in kwargs:
+                plan["packed_rows"] = kwargs["packed_rows"]
+
+        def give(_: Any, args: Any, kwargs: dict[str, Any], plan: dict[str, PackedRows] = plan) -> Any:
+            return args, {**kwargs, **plan}
+
+        layer.register_forward_pre_hook(take, with_kwargs=True)
+        layer.self_attn.register_forward_pre_hook(give, with_kwargs=True)

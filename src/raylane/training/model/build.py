@@ -99,8 +99,7 @@ def _build(
         if name is None:
             fill_random(causal_lm, seed)
         else:
-            # `base_parameters` has a tied weight only once.
-            read_weights(lora.base_parameters(causal_lm), Path(name), type(causal_lm).__name__)
+            read_weights(causal_lm, Path(name))
     lora.initialise(causal_lm, seed)
     if settings.lora_cfg.enabled and settings.lora_cfg.adapter_path is not None:
         lora.read_adapter(causal_lm, Path(settings.lora_cfg.adapter_path), in_files)
@@ -130,20 +129,11 @@ def _causal_lm(hf_config: Any, implementation: str) -> Any:
 
 
 def _prepare(model: SupervisedModel, policy: PolicyConfig) -> None:
-    """Refuse models with state in buffers, add activation checkpointing, and enter training mode."""
-    buffers = [
-        f"{name}.{key}"
-        for name, module in model.causal_lm.named_modules()
-        for key in dict(module.named_buffers(recurse=False))
-        if key not in module._non_persistent_buffers_set
-    ]
-    if buffers:
-        raise ConfigError(
-            f"{type(model.causal_lm).__name__} keeps state in buffers ({buffers[0]} and {len(buffers) - 1} more), "
-            "which raylane neither reads nor saves yet (routers of DeepSeek-V3 and GLM-4-MoE, for example). Use an "
-            "architecture that can be trained: llama, qwen2, qwen3, gemma"
-        )
-    apply_checkpointing(model.causal_lm, policy.dtensor_cfg.activation_checkpointing)
+    """Complete the arguments of layers, add activation checkpointing, and enter training mode."""
+    causal_lm = model.causal_lm
+    if causal_lm.config.model_type in attention.DROPPING_LAYERS:
+        attention.pass_plans_on(decoder_layers(causal_lm))
+    apply_checkpointing(causal_lm, policy.dtensor_cfg.activation_checkpointing)
     model.train()
 
 
@@ -178,8 +168,13 @@ def _shard(model: SupervisedModel, policy: PolicyConfig, mesh: WorkerMesh) -> No
 
 
 def _restore_buffers(model: SupervisedModel, hf_config: Any, device: torch.device) -> None:
-    """Create again the buffers that are not in checkpoints (rotary frequencies): `to_empty` leaves them undefined."""
+    """Create again the buffers that are not in checkpoints (rotary frequencies): `to_empty` leaves them undefined.
+
+    Buffers that are in checkpoints get their values when those are read.
+    """
     for name, module in model.named_modules():
+        for key, buffer in module.named_buffers(recurse=False):
+            setattr(module, key, buffer.to(device))  # beside the layers, also where their weights are offloaded
         lost = [key for key in dict(module.named_buffers(recurse=False)) if key in module._non_persistent_buffers_set]
         if not lost:
             continue

@@ -147,8 +147,14 @@ class SupervisedModel(RunModel):
 
     def _summed(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """Return the summed cross-entropy of hidden states [N, H] with labels [N]."""
+        config = self.causal_lm.config
         logits = self._apply_head(hidden).float()
-        if (cap := getattr(self.causal_lm.config, "final_logit_softcapping", None)) is not None:
+        # Some classes change the logits after the head: Granite, Cohere, Gemma.
+        if (divisor := getattr(config, "logits_scaling", None)) is not None:
+            logits = logits / divisor
+        if (factor := getattr(config, "logit_scale", None)) is not None:
+            logits = logits * factor
+        if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
             logits = cap * torch.tanh(logits / cap)
         if self.mesh.tp is None:
             return F.cross_entropy(logits, labels, reduction="sum")
