@@ -62,17 +62,25 @@ EXPERTS: dict[str, dict[str, Any]] = {
         "v_head_dim": 8,
     },
     "glm4_moe": {**_ROUTED, "n_group": 1, "topk_group": 1, "use_qk_norm": True},
+    "lfm2_moe": {
+        "layer_types": ["conv", "full_attention"],
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "num_dense_layers": 1,
+    },
 }
 """Types with experts, and the keys beside `SIZES` of a small model."""
 
-SCALED: dict[str, dict[str, Any]] = {
+SPECIAL: dict[str, dict[str, Any]] = {
     "granite": {"logits_scaling": 4.0, "embedding_multiplier": 3.0, "residual_multiplier": 0.5},
     "cohere": {"logit_scale": 0.25},
     "cohere2": {**WINDOW, "logit_scale": 0.25, "layer_types": ["sliding_attention", "full_attention"]},
     "stablelm": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
     "nemotron": {"head_dim": 8},
+    "lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
 }
-"""Types whose logits are scaled after the head, or whose layers pass no arguments on to their attention."""
+"""Types whose logits are scaled after the head, or whose layers do not keep packed documents apart by themselves."""
 
 
 def new_folder(folder: Path, model_type: str, sizes: dict[str, Any], seed: int = 0) -> Any:

@@ -14,7 +14,7 @@ from raylane.sft.data.prepare import prepare
 from raylane.training.checkpoint.export import Companions, export_state
 from raylane.training.checkpoint.folders import Saved
 from sft import tiny_run
-from sft.model_types import EXPERTS, SCALED, folder_changes, new_folder
+from sft.model_types import EXPERTS, SPECIAL, folder_changes, new_folder
 
 IDS = torch.arange(2, 22)[None]
 
@@ -30,9 +30,9 @@ def start(worker, folder: Path, model_folder: Path, changes=None):
     return config
 
 
-@pytest.mark.parametrize("model_type", [*EXPERTS, *SCALED])
+@pytest.mark.parametrize("model_type", [*EXPERTS, *SPECIAL])
 def test_folder_is_exported_as_it_was_published(worker, folder, tmp_path, model_type):
-    plain = new_folder(tmp_path / "published", model_type, {**EXPERTS, **SCALED}[model_type])
+    plain = new_folder(tmp_path / "published", model_type, {**EXPERTS, **SPECIAL}[model_type])
     start(worker, folder, tmp_path / "published")
     worker.save_hf(str(tmp_path / "exported"))
     published, exported = tensors(tmp_path / "published"), tensors(tmp_path / "exported")

@@ -21,11 +21,11 @@ from raylane.training.model import attention, hf_config
 from raylane.training.model.attention import PackedRows
 from raylane.training.run.micro_batches import FixedRows
 from sft import tiny_run
-from sft.model_types import EXPERTS, LONGROPE, SCALED, SIZES, WINDOW
+from sft.model_types import EXPERTS, LONGROPE, SIZES, SPECIAL, WINDOW
 
 TYPES: dict[str, dict[str, Any]] = {
     **EXPERTS,
-    **SCALED,
+    **SPECIAL,
     "granite_swa": {**WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
     "phi3": LONGROPE,
     "gemma2": {**WINDOW, "head_dim": 8, "attn_logit_softcapping": 0.5, "query_pre_attn_scalar": 1},

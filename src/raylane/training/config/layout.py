@@ -15,11 +15,10 @@ from typing import Any
 
 from raylane.errors import ConfigError
 from raylane.training.config.megatron_limits import megatron_problems
+from raylane.training.config.model_types import EVERY, MODEL_TYPES, Divisions
 from raylane.training.config.policy import EDGE_SCHEDULES, INTERLEAVED, PolicyConfig
 from raylane.training.config.schema import TrainingConfig
 
-DIVISIBLE_MODELS = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
-"""Model types that tensor, context and pipeline parallelism are tested with."""
 _SIZES = ("pipeline_parallel_size", "dp_replicate_size", "context_parallel_size", "tensor_parallel_size")
 """Keys of `policy.dtensor_cfg` whose product divides the number of workers."""
 
@@ -337,11 +336,23 @@ def shape_problems(policy: PolicyConfig, shape: Mapping[str, Any]) -> Iterator[s
     settings = policy.dtensor_cfg
     tp, pp = settings.tensor_parallel_size, settings.pipeline_parallel_size
     model_type = shape.get("model_type")
-    if max(tp, pp, settings.context_parallel_size) > 1 and model_type not in (None, *DIVISIBLE_MODELS):
-        yield (
-            f"a model of type {model_type!r} cannot be divided by tensor, context or pipeline parallelism; set these "
-            f"sizes to 1, or use a model of type {', '.join(DIVISIBLE_MODELS)}"
-        )
+    divisions = EVERY if model_type is None else MODEL_TYPES.get(str(model_type), Divisions())
+    used = {
+        "tensor_parallel_size": (settings.tensor_parallel_size, "tensors"),
+        "sequence_parallel": (settings.sequence_parallel, "sequences"),
+        "context_parallel_size": (settings.context_parallel_size, "context"),
+        "pipeline_parallel_size": (settings.pipeline_parallel_size, "stages"),
+    }
+    for key, (value, way) in used.items():
+        if value > 1 or value is True:
+            if getattr(divisions, way):
+                continue
+            able = [name for name, of_type in MODEL_TYPES.items() if getattr(of_type, way)]
+            cause = f" ({divisions.reason})" if divisions.reason else ""
+            yield (
+                f"a model of type {model_type!r} cannot be divided by policy.dtensor_cfg.{key}{cause}; set it to "
+                f"{'false' if value is True else 1}, or use a model of type {', '.join(able)}"
+            )
     for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         size = shape.get(key)
         if isinstance(size, int) and size % tp:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from raylane.errors import ConfigError
+from raylane.training.parallel.sharded import own_part
 
 NAME = "raylane"
 """Name of this implementation in transformers' registry, and of the default of `attn_implementation`."""
@@ -209,7 +210,9 @@ def attend(
         )
     # Gemma 2 scales by another number than the size of a head.
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    scoring = _Scoring(scale, dropout, sliding_window, softcap, s_aux)
+    # With tensor parallelism a worker holds the sinks of its own heads.
+    sinks = None if s_aux is None else own_part(s_aux)
+    scoring = _Scoring(scale, dropout, sliding_window, softcap, sinks)
     key, value = packed_rows.gather(key, value)
     half = query.dtype in (torch.bfloat16, torch.float16)
     # torch's kernel for rows of several lengths (FlashAttention) knows neither dropout nor explicit scores.
@@ -321,25 +324,3 @@ def register() -> None:
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, attend)
-
-
-DROPPING_LAYERS = ("nemotron", "stablelm")
-"""Model types whose layers get all arguments of the model, and pass only some of them on to their attention."""
-
-
-def pass_plans_on(layers: Iterable[Any]) -> None:
-    """Make layers of `DROPPING_LAYERS` give the plan of each micro-batch to their attention."""
-    for layer in layers:
-        plan: dict[str, PackedRows] = {}
-
-        def take(_: Any, args: Any, kwargs: dict[str, Any], plan: dict[str, PackedRows] = plan) -> None:
-            """Keep the plan that this layer gets, also when it computes its activations again."""
-            plan.clear()
-            if "packed_rows" in kwargs:
-                plan["packed_rows"] = kwargs["packed_rows"]
-
-        def give(_: Any, args: Any, kwargs: dict[str, Any], plan: dict[str, PackedRows] = plan) -> Any:
-            return args, {**kwargs, **plan}
-
-        layer.register_forward_pre_hook(take, with_kwargs=True)
-        layer.self_attn.register_forward_pre_hook(give, with_kwargs=True)

@@ -19,13 +19,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from raylane.errors import ConfigError
-from raylane.training.config.layout import DIVISIBLE_MODELS
+from raylane.training.config.model_types import DENSE
 from raylane.training.config.policy import Checkpointing, PolicyConfig
 from raylane.training.model import attention, lora
 from raylane.training.model.hf_config import attention_implementation
 from raylane.training.model.hf_reader import read_weights
 from raylane.training.model.initial import fill_random
 from raylane.training.model.megatron import MegatronModel
+from raylane.training.model.packed_layers import complete_layers
 from raylane.training.model.pipeline import PipelinedModel
 from raylane.training.model.supervised import RunModel, StageModel, SupervisedModel
 from raylane.training.parallel import tensor_parallel
@@ -38,7 +39,7 @@ def build_model(hf_config: Any, policy: PolicyConfig, mesh: WorkerMesh, device: 
     """Return the model, divided as `policy.dtensor_cfg` says, float32 masters, in training mode. Collective.
 
     No process holds the whole model, unless `mesh.shards_parameters` says so: weights from `policy.model_name` are
-    read part by part, and random ones of `layout.DIVISIBLE_MODELS` are made one module at a time (`initial`); those of
+    read part by part, and random ones of `model_types.DENSE` are made one module at a time (`initial`); those of
     other models are made whole. Random weights depend on `seed` alone, not on the layout. Raises CheckpointError if the
     folder's safetensors do not fit, ConfigError if this model cannot be trained with raylane.
     """
@@ -65,7 +66,7 @@ def _build(
     """Return the model, or stage (number, number of stages) of it. Collective over the workers of the same stage."""
     name, settings = policy.model_name, policy.dtensor_cfg
     # Other models may have rules for weights of inner modules (gpt2), so they are made whole, as transformers does.
-    made_whole = name is None and hf_config.model_type not in DIVISIBLE_MODELS
+    made_whole = name is None and hf_config.model_type not in DENSE
     torch.manual_seed(seed)
     # On the meta device no weights are allocated; after sharding each worker allocates its own shard only.
     with torch.device("cpu" if made_whole else "meta"):
@@ -80,10 +81,9 @@ def _build(
     tied = hf_config.tie_word_embeddings and model.has_head
     _prepare(model, policy)
     if mesh.tp is not None:
-        tensor_parallel.apply(causal_lm, mesh.tp, settings.sequence_parallel)
+        # With sequence parallelism layers get a part of the tokens, and transformers would make masks of that length.
+        model.has_reference = tensor_parallel.apply(causal_lm, mesh.tp, settings.sequence_parallel)
         lora.divide_dropout(causal_lm, mesh.tp, settings.sequence_parallel)
-        # Layers then get a part of the tokens, and transformers would make masks of that length.
-        model.has_reference = not settings.sequence_parallel
         lora.freeze(causal_lm)  # dividing made new parameters, which all want gradients
     if not policy.megatron_cfg.enabled:
         _shard(model, policy, mesh)
@@ -129,10 +129,9 @@ def _causal_lm(hf_config: Any, implementation: str) -> Any:
 
 
 def _prepare(model: SupervisedModel, policy: PolicyConfig) -> None:
-    """Complete the arguments of layers, add activation checkpointing, and enter training mode."""
+    """Complete layers, add activation checkpointing, and enter training mode."""
     causal_lm = model.causal_lm
-    if causal_lm.config.model_type in attention.DROPPING_LAYERS:
-        attention.pass_plans_on(decoder_layers(causal_lm))
+    complete_layers(causal_lm.config.model_type, decoder_layers(causal_lm))
     apply_checkpointing(causal_lm, policy.dtensor_cfg.activation_checkpointing)
     model.train()
 
