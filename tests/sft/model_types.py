@@ -82,6 +82,21 @@ SPECIAL: dict[str, dict[str, Any]] = {
 }
 """Types whose logits are scaled after the head, or whose layers do not keep packed documents apart by themselves."""
 
+TYPES: dict[str, dict[str, Any]] = {
+    **EXPERTS,
+    **SPECIAL,
+    "granite_swa": {**WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
+    "phi3": LONGROPE,
+    "gemma": {"head_dim": 8},
+    "gemma2": {**WINDOW, "head_dim": 8, "attn_logit_softcapping": 0.5, "query_pre_attn_scalar": 1},
+    "gemma3_text": {**WINDOW, "head_dim": 8},
+    "mistral": WINDOW,
+    "qwen2": {**WINDOW, "use_sliding_window": True, "max_window_layers": 1},
+    "qwen3": {**WINDOW, "use_sliding_window": True, "max_window_layers": 1, "head_dim": 8},
+    "llama": {},
+}
+"""All types of raylane's table."""
+
 
 def new_folder(folder: Path, model_type: str, sizes: dict[str, Any], seed: int = 0) -> Any:
     """Write a folder as transformers writes it, with random weights; return the model, float32."""

@@ -13,9 +13,11 @@ from raylane.errors import CheckpointError
 from raylane.sft.data.prepare import prepare
 from raylane.training.checkpoint.export import Companions, export_state
 from raylane.training.checkpoint.folders import Saved
+from raylane.workers.batch import BatchDict
 from sft import tiny_run
-from sft.model_types import EXPERTS, SPECIAL, folder_changes, new_folder
+from sft.model_types import EXPERTS, TYPES, folder_changes, new_folder
 
+QUICK = ("qwen3_moe", "gpt_oss", "deepseek_v3")
 IDS = torch.arange(2, 22)[None]
 
 
@@ -30,9 +32,9 @@ def start(worker, folder: Path, model_folder: Path, changes=None):
     return config
 
 
-@pytest.mark.parametrize("model_type", [*EXPERTS, *SPECIAL])
+@pytest.mark.parametrize("model_type", TYPES)
 def test_folder_is_exported_as_it_was_published(worker, folder, tmp_path, model_type):
-    plain = new_folder(tmp_path / "published", model_type, {**EXPERTS, **SPECIAL}[model_type])
+    plain = new_folder(tmp_path / "published", model_type, TYPES[model_type])
     start(worker, folder, tmp_path / "published")
     worker.save_hf(str(tmp_path / "exported"))
     published, exported = tensors(tmp_path / "published"), tensors(tmp_path / "exported")
@@ -40,6 +42,29 @@ def test_folder_is_exported_as_it_was_published(worker, folder, tmp_path, model_
     assert all(torch.equal(exported[name], values) for name, values in published.items())
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
     assert torch.equal(again(IDS).logits, plain(IDS).logits)
+
+
+@pytest.mark.parametrize(
+    "model_type", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in TYPES]
+)
+def test_adapters_are_merged_into_published_weights(worker, folder, tmp_path, model_type):
+    new_folder(tmp_path / "published", model_type, TYPES[model_type])
+    lora = {"enabled": True, "dim": 4, "alpha": 8.0}
+    start(worker, folder, tmp_path / "published", {"policy.dtensor_cfg.lora_cfg": lora})
+    worker.train_step(0)
+    worker.save_hf(str(tmp_path / "exported"))
+    published, exported = tensors(tmp_path / "published"), tensors(tmp_path / "exported")
+    assert {name: values.shape for name, values in exported.items()} == {
+        name: values.shape for name, values in published.items()
+    }
+    changed = {name for name, values in published.items() if not torch.equal(exported[name], values)}
+    assert changed, "the adapters were trained"
+    assert not any(".experts." in name for name in changed), "only linear layers are adapted"
+    batch = BatchDict(input_ids=IDS, position_ids=torch.arange(20)[None])
+    with torch.no_grad():
+        logits = worker.model.eval()(batch, None)
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")(IDS).logits
+    assert float((logits - merged).norm()) < 1e-5 * float(merged.norm())
 
 
 def rewritten(folder: Path, change) -> Path:

@@ -6,6 +6,7 @@ Every document goes through a plain model of transformers by itself; loss and ev
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,24 +18,12 @@ from raylane.errors import ConfigError
 from raylane.sft.data.prepare import prepare
 from raylane.sft.data.rows import RowSource
 from raylane.sft.run import selfcheck
+from raylane.training.config.model_types import DENSE, EVERY, MODEL_TYPES
 from raylane.training.model import attention, hf_config
 from raylane.training.model.attention import PackedRows
 from raylane.training.run.micro_batches import FixedRows
-from sft import tiny_run
-from sft.model_types import EXPERTS, LONGROPE, SIZES, SPECIAL, WINDOW
-
-TYPES: dict[str, dict[str, Any]] = {
-    **EXPERTS,
-    **SPECIAL,
-    "granite_swa": {**WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
-    "phi3": LONGROPE,
-    "gemma2": {**WINDOW, "head_dim": 8, "attn_logit_softcapping": 0.5, "query_pre_attn_scalar": 1},
-    "gemma3_text": {**WINDOW, "head_dim": 8},
-    "mistral": WINDOW,
-    "qwen2": {**WINDOW, "use_sliding_window": True, "max_window_layers": 1},
-    "qwen3": {**WINDOW, "use_sliding_window": True, "max_window_layers": 1, "head_dim": 8},
-    "llama": {},
-}
+from sft import model_types_page, tiny_run
+from sft.model_types import LONGROPE, SIZES, TYPES
 
 
 def start(worker: Any, folder: Any, model_type: str, sizes: dict[str, Any], changes: dict[str, Any] | None = None):
@@ -97,6 +86,23 @@ def test_model_without_a_base_model_is_refused(worker, folder, precision):
         ConfigError, match=r"Llama4ForCausalLM .*(Use llama|Use an architecture that can be trained: llama)"
     ):
         start(worker, folder, "llama4_text", {}, {"policy.precision": precision})
+
+
+def test_table_holds_exactly_the_tested_types():
+    assert set(MODEL_TYPES) == set(TYPES)
+    assert all(MODEL_TYPES[name] == EVERY for name in DENSE)
+    assert all((of_type == EVERY) is not bool(of_type.reason) for of_type in MODEL_TYPES.values())
+
+
+def test_page_of_model_types_is_up_to_date():
+    page = Path(__file__).parents[2] / "docs/reference/model-types.md"
+    assert page.read_text(encoding="utf-8") == model_types_page.markdown(), f"run {model_types_page.COMMAND}"
+
+
+def test_proofs_of_the_page_exist():
+    for _, tests, _ in model_types_page.PROOFS:
+        for file, name in (test.split("::") for test in tests):
+            assert f"def {name}(" in (Path(__file__).parent / file).read_text(encoding="utf-8")
 
 
 def attend_one_row(**arguments: Any) -> Any:

@@ -13,15 +13,16 @@ import torch
 
 from raylane.errors import ConfigError
 from raylane.sft.data.prepare import prepare
-from raylane.training.config.model_types import MODEL_TYPES
+from raylane.training.config.model_types import DENSE, MODEL_TYPES
 from raylane.training.model.hf_config import model_config
 from sft import tiny_run
 from sft.layouts import CP, FSDP, PP, REPLICAS, SP, TP
-from sft.model_types import EXPERTS, SPECIAL, folder_changes, new_folder
+from sft.model_types import EXPERTS, TYPES, folder_changes, new_folder
 from sft.ranks import RankGroups
 
 SEQUENCES = "sequence_parallel"
-TYPES = {**EXPERTS, **SPECIAL}
+DIVIDED = [name for name in TYPES if name not in DENSE]
+"""The others are in `test_parallel`."""
 WAYS = {"tensors": {TP: 2}, "sequences": {TP: 2, **SP}, "context": {CP: 2}, "stages": {PP: 2}}
 """Settings of two workers for each field of `Divisions`."""
 QUICK = [("gpt_oss", "tensors"), ("qwen3_moe", "sequences"), ("deepseek_v3", "copies"), ("lfm2_moe", "fsdp2")]
@@ -30,7 +31,7 @@ ROWS = {"policy.train_global_batch_size": 4, "policy.train_micro_batch_size": 1}
 
 def cases() -> Iterator[Any]:
     """Yield each type with each way to divide it that the table allows; `make test` runs those in `QUICK`."""
-    for model_type in TYPES:
+    for model_type in DIVIDED:
         ways = [way for way in WAYS if getattr(MODEL_TYPES[model_type], way)]
         for way in ("fsdp2", "copies", *ways):
             marks = [] if (model_type, way) in QUICK else [pytest.mark.slow]

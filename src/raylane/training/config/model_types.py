@@ -43,13 +43,15 @@ MODEL_TYPES: dict[str, Divisions] = {
     "gpt_oss": Divisions(tensors=True, context=True, stages=True, reason="its experts return the scores of the router"),
     "granite": EVERY,
     "granitemoe": EVERY,
+    "granite_swa": EVERY,
     "lfm2": Divisions(reason=_CONVOLUTIONS),
     "lfm2_moe": Divisions(reason=_CONVOLUTIONS),
     "mixtral": EVERY,
     "nemotron": EVERY,
     "olmoe": EVERY,
+    "phi3": Divisions(context=True, stages=True, reason="its attention has one matrix for queries, keys and values"),
     "qwen2_moe": EVERY,
     "qwen3_moe": EVERY,
     "stablelm": Divisions(context=True, stages=True, reason="its attention counts the heads of the whole model"),
 }
-"""Types by name; each cell of the table is proved by tests/sft/test_type_layouts.py or tests/sft/test_parallel.py."""
+"""Types by name."""

@@ -235,7 +235,7 @@ class DTensorConfig(Section):
 
     tensor_parallel_size: PositiveInt = 1
     """Number of workers that divide each weight matrix among them (attention heads, hidden units of the MLP, words of
-    the vocabulary). For llama, qwen2, qwen3, gemma, gemma2, gemma3_text and mistral."""
+    the vocabulary). For the types in docs/reference/model-types.md; experts are not divided."""
     sequence_parallel: bool = False
     """Divide also the activations between the matrices among the tensor-parallel workers: less memory and less
     computation in norms, with the same traffic."""

@@ -119,7 +119,7 @@ def apply(causal_lm: Any, mesh: DeviceMesh, sequence_parallel: bool) -> bool:
         plain = ("whole", "heads") if sequence_parallel else ("whole", "heads", "norm")
         divided = {name: styles[how] for name, how in treatment.items() if how not in plain}
         if sequence_parallel:
-            whole_rows_in = {"input_layouts": Shard(1), "desired_input_layouts": Replicate()}
+            whole_rows_in: dict[str, Any] = {"input_layouts": Shard(1), "desired_input_layouts": Replicate()}
             if block := expert_block(with_parameters):
                 # The result is whole too, and each worker keeps its part.
                 divided[block] = PrepareModuleInputOutput(
