@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from raylane.training.config.model_types import DENSE, EVERY, MODEL_TYPES
+from raylane.training.config.model_types import DENSE, MODEL_TYPES
 
 COMMAND = "python tests/sft/model_types_page.py > docs/reference/model-types.md"
 
@@ -19,9 +19,11 @@ Generated from the code by `python tests/sft/model_types_page.py`; do not edit.
 A type is `model_type` in the `config.json` of a Hugging Face folder. For the types of this table, tests compare losses,
 gradients and files with transformers. A type that is not in it runs as one process, with FSDP2 and with copies, if it
 passes the checks before the first step; it is refused otherwise, and so is every `no`, by an error that names the key.
+The columns from `tensors` to `experts` are `tensor_parallel_size`, `sequence_parallel`, `context_parallel_size`,
+`pipeline_parallel_size` and `expert_parallel_size` of `policy.dtensor_cfg`.
 
-| type | alone | FSDP2, copies | tensor parallel | sequence parallel | context parallel | pipeline | LoRA | export |
-|---|---|---|---|---|---|---|---|---|
+| type | alone | FSDP2, copies | tensors | sequences | context | pipeline | experts | LoRA | export |
+|---|---|---|---|---|---|---|---|---|---|
 """
 
 PROOFS = (
@@ -50,6 +52,14 @@ PROOFS = (
         ("test_expert_folders.py::test_folder_is_exported_as_it_was_published",),
         "names, shapes and values of a folder that transformers wrote, and its logits",
     ),
+    (
+        "experts",
+        (
+            "test_type_layouts.py::test_divided_type_equals_transformers_eager",
+            "test_expert_parallel.py::test_training_with_divided_experts_equals_one_process",
+        ),
+        "the same, alone and with copies; losses, weights and files of one process",
+    ),
     ("every `no`", ("test_type_layouts.py::test_type_that_cannot_be_divided_names_the_reason",), "the error"),
 )
 """Columns of the table, the tests in tests/sft that prove their cells, and what these compare with."""
@@ -60,6 +70,10 @@ TAIL = """All of them run on CPUs with small models. None was run on a GPU.
 
 - **Folders** are read in the names in which they are published, and exported in the same names, by transformers' own
   conversions. Folders with stacked experts are read too. A worker reads only those experts that FSDP2 gives to it.
+- **Expert parallelism** (`policy.dtensor_cfg.expert_parallel_size`) leaves each expert on one worker, to which tokens
+  travel; without it FSDP2 gathers the experts of a layer on every worker. The size is that of all workers that share
+  the weights; `dp_replicate_size` copies, LoRA, activation checkpointing and bfloat16 work with it, other divisions do
+  not (`tests/sft/test_expert_parallel.py`). Types without it were not tested with it.
 - **Tensor parallelism** divides attention, embedding and head. Every worker computes all experts of whole rows.
 - **Buffers** of routers (`e_score_correction_bias` of DeepSeek-V3 and GLM-4-MoE) are read, saved and exported in
   float32, and never changed.
@@ -75,15 +89,15 @@ TAIL = """All of them run on CPUs with small models. None was run on a GPU.
 
 def _cells() -> Iterator[str]:
     for name, divisions in sorted(MODEL_TYPES.items()):
-        ways = (divisions.tensors, divisions.sequences, divisions.context, divisions.stages)
+        ways = (divisions.tensors, divisions.sequences, divisions.context, divisions.stages, divisions.experts)
         cells = ["yes", "yes", *("yes" if way else "no" for way in ways), "yes", "yes"]
         yield f"| `{name}` | {' | '.join(cells)} |"
 
 
 def _reasons() -> Iterator[str]:
-    yield "\nReasons for `no`:\n"
+    yield "\nReasons for `no` (types without expert parallelism have no experts, or were not tested with it):\n"
     for name, divisions in sorted(MODEL_TYPES.items()):
-        if divisions != EVERY:
+        if divisions.reason:
             yield f"- `{name}`: {divisions.reason}"
 
 

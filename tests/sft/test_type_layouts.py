@@ -16,16 +16,21 @@ from raylane.sft.data.prepare import prepare
 from raylane.training.config.model_types import DENSE, MODEL_TYPES
 from raylane.training.model.hf_config import model_config
 from sft import tiny_run
-from sft.layouts import CP, FSDP, PP, REPLICAS, SP, TP
+from sft.layouts import CP, EP, FSDP, PP, REPLICAS, SP, TP
 from sft.model_types import EXPERTS, TYPES, folder_changes, new_folder
 from sft.ranks import RankGroups
 
 SEQUENCES = "sequence_parallel"
 DIVIDED = [name for name in TYPES if name not in DENSE]
 """The others are in `test_parallel`."""
-WAYS = {"tensors": {TP: 2}, "sequences": {TP: 2, **SP}, "context": {CP: 2}, "stages": {PP: 2}}
+WAYS = {"tensors": {TP: 2}, "sequences": {TP: 2, **SP}, "context": {CP: 2}, "stages": {PP: 2}, "experts": {EP: 2}}
 """Settings of two workers for each field of `Divisions`."""
-QUICK = [("gpt_oss", "tensors"), ("qwen3_moe", "sequences"), ("deepseek_v3", "copies"), ("lfm2_moe", "fsdp2")]
+QUICK = [
+    ("gpt_oss", "tensors"),
+    ("qwen3_moe", "sequences"),
+    ("deepseek_v3", "copies"),
+    ("mixtral", "experts and copies"),
+]
 ROWS = {"policy.train_global_batch_size": 4, "policy.train_micro_batch_size": 1}
 
 
@@ -33,6 +38,8 @@ def cases() -> Iterator[Any]:
     """Yield each type with each way to divide it that the table allows; `make test` runs those in `QUICK`."""
     for model_type in DIVIDED:
         ways = [way for way in WAYS if getattr(MODEL_TYPES[model_type], way)]
+        if MODEL_TYPES[model_type].experts:
+            ways.append("experts and copies")
         for way in ("fsdp2", "copies", *ways):
             marks = [] if (model_type, way) in QUICK else [pytest.mark.slow]
             yield pytest.param(model_type, way, marks=marks, id=f"{model_type}-{way}")
@@ -40,8 +47,9 @@ def cases() -> Iterator[Any]:
 
 def settings_of(way: str) -> tuple[int, dict[str, Any]]:
     """Return the number of workers and the settings of a way to divide a model."""
-    world = 4 if way == "copies" else 2
-    settings = {REPLICAS: 2, **FSDP} if way == "copies" else WAYS.get(way, FSDP)
+    world = 4 if "copies" in way else 2
+    copies = {"copies": {REPLICAS: 2, **FSDP}, "experts and copies": {REPLICAS: 2, EP: 2}}
+    settings = {**WAYS, **copies}.get(way, FSDP)
     changes = {f"policy.dtensor_cfg.{key}": value for key, value in settings.items()}
     return world, {"cluster.num_workers": world, **changes}
 
@@ -105,8 +113,9 @@ def test_type_that_cannot_be_divided_names_the_reason(folder, model_type, way):
     if getattr(MODEL_TYPES[model_type], way):
         tiny_run.config_of(folder, changes)
         return
+    cause = "" if way == "experts" else r" \(its"
     key = SEQUENCES if way == "sequences" and MODEL_TYPES[model_type].tensors else next(iter(WAYS[way]))
-    with pytest.raises(ConfigError, match=rf"'{model_type}' cannot be divided by policy\.dtensor_cfg\.{key} \(its"):
+    with pytest.raises(ConfigError, match=rf"'{model_type}' cannot be divided by policy\.dtensor_cfg\.{key}{cause}"):
         tiny_run.config_of(folder, changes)
 
 

@@ -242,6 +242,10 @@ class DTensorConfig(Section):
     context_parallel_size: PositiveInt = 1
     """Number of workers that divide each row among them; T must be a multiple of twice this number. Works with packed
     rows."""
+    expert_parallel_size: PositiveInt = 1
+    """Number of workers that divide the experts of each layer among them, 1 or all workers that share the weights.
+    Tokens travel to their experts, and FSDP2 divides and gathers all other weights. For the types in
+    docs/reference/model-types.md."""
     pipeline_parallel_size: PositiveInt = 1
     """Number of workers that divide the layers among them. Not in NeMo-RL's dtensor_cfg."""
     pipeline_schedule: Literal["1f1b", "gpipe", "interleaved_1f1b", "interleaved_zero_bubble"] = "1f1b"

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
@@ -29,7 +30,7 @@ from raylane.training.model.megatron import MegatronModel
 from raylane.training.model.packed_layers import complete_layers
 from raylane.training.model.pipeline import PipelinedModel
 from raylane.training.model.supervised import RunModel, StageModel, SupervisedModel
-from raylane.training.parallel import tensor_parallel
+from raylane.training.parallel import expert_parallel, tensor_parallel
 from raylane.training.parallel.gradients import GradientSum
 from raylane.training.parallel.mesh import WorkerMesh, keeps_gathered, shards_parameters
 from raylane.training.parallel.stages import keep_stage, own_stages
@@ -85,8 +86,10 @@ def _build(
         model.has_reference = tensor_parallel.apply(causal_lm, mesh.tp, settings.sequence_parallel)
         lora.divide_dropout(causal_lm, mesh.tp, settings.sequence_parallel)
         lora.freeze(causal_lm)  # dividing made new parameters, which all want gradients
+    # FSDP2 would gather experts that have their place.
+    placed = expert_parallel.apply(causal_lm, mesh.fsdp) if settings.expert_parallel_size > 1 else set()
     if not policy.megatron_cfg.enabled:
-        _shard(model, policy, mesh)
+        _shard(model, policy, mesh, placed)
     if made_whole:
         if not settings.cpu_offload:
             model.to(device)
@@ -136,12 +139,13 @@ def _prepare(model: SupervisedModel, policy: PolicyConfig) -> None:
     model.train()
 
 
-def _shard(model: SupervisedModel, policy: PolicyConfig, mesh: WorkerMesh) -> None:
+def _shard(model: SupervisedModel, policy: PolicyConfig, mesh: WorkerMesh, placed: set[nn.Parameter]) -> None:
     """Apply FSDP2: one group per decoder layer, and one for the rest; float32 masters and float32 reduction.
 
+    Parameters that are `placed` on workers already are left as they are.
     A model that `mesh.shards_parameters` leaves whole is not changed: its parameters stay plain tensors.
     """
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    num_parameters = sum(parameter.numel() for parameter in model.parameters() if parameter not in placed)
     device_type = mesh.fsdp.device_type
     if not shards_parameters(policy, mesh.fsdp.size(-1), num_parameters):
         trained = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
@@ -160,10 +164,11 @@ def _shard(model: SupervisedModel, policy: PolicyConfig, mesh: WorkerMesh) -> No
             mp_policy=precision,
             offload_policy=offload,
             reshard_after_forward=not model.keeps_gathered,
+            ignored_params=placed,
         )
     # The batch is no input of the network alone: a loss function gets its tensors as the caller made them.
     outermost = dataclasses.replace(precision, cast_forward_inputs=False)
-    fully_shard(model, mesh=mesh.fsdp, mp_policy=outermost, offload_policy=offload)
+    fully_shard(model, mesh=mesh.fsdp, mp_policy=outermost, offload_policy=offload, ignored_params=placed)
 
 
 def _restore_buffers(model: SupervisedModel, hf_config: Any, device: torch.device) -> None:
