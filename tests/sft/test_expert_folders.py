@@ -13,6 +13,7 @@ from raylane.errors import CheckpointError
 from raylane.sft.data.prepare import prepare
 from raylane.training.checkpoint.export import Companions, export_state
 from raylane.training.checkpoint.folders import Saved
+from raylane.training.model.stored_form import read_sources
 from raylane.workers.batch import BatchDict
 from sft import tiny_run
 from sft.model_types import EXPERTS, TYPES, folder_changes, new_folder
@@ -95,6 +96,22 @@ def test_folder_with_stacked_experts_is_read_too(worker, folder, tmp_path):
     start(worker, folder, rewritten(tmp_path, stacked))
     loaded = dict(worker.model.causal_lm.named_parameters())
     assert all(torch.equal(loaded[name], weight) for name, weight in plain.named_parameters())
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen2_moe"])
+def test_part_of_stacked_experts_reads_these_experts_only(tmp_path, model_type):
+    plain, seen = new_folder(tmp_path, model_type, EXPERTS[model_type]), []
+    published, weights = tensors(tmp_path), dict(plain.named_parameters())
+
+    def read(name: str) -> torch.Tensor:
+        seen.append(name)
+        return published[name]
+
+    sources = read_sources(plain, weights, published)
+    for name in ("model.layers.1.mlp.experts.gate_up_proj", "model.layers.1.mlp.experts.down_proj"):
+        assert torch.equal(sources[name].convert(plain, read, slice(1, 3)), weights[name][1:3])
+    assert {name.split(".experts.")[1].split(".")[0] for name in seen} == {"1", "2"}
+    assert len(seen) == len(set(seen)) == 6
 
 
 EXPERT = "model.layers.1.mlp.experts.2.up_proj.weight"

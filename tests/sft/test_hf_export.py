@@ -14,7 +14,7 @@ from tests.sft.ranks import Ranks
 
 from raylane.sft.data.prepare import prepare
 from raylane.training.checkpoint import export as export_module
-from raylane.training.checkpoint.export import StoredTensor, plan_files, rounds
+from raylane.training.checkpoint.export import FileTensor, plan_files, rounds
 from raylane.training.config.load import dump
 
 SHAPES = {"a": (4, 2), "b": (8,), "c": (3, 3), "d": ()}
@@ -22,7 +22,7 @@ SHAPES = {"a": (4, 2), "b": (8,), "c": (3, 3), "d": ()}
 
 def stored_as(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype = torch.float32):
     """Return the tensors of weights that files hold under their own names."""
-    return {name: {name: StoredTensor(shape, dtype)} for name, shape in shapes.items()}
+    return {name: {name: FileTensor(shape, dtype)} for name, shape in shapes.items()}
 
 
 def test_files_are_filled_in_order_and_writers_take_turns():
@@ -35,7 +35,7 @@ def test_files_are_filled_in_order_and_writers_take_turns():
 
 def test_tensors_of_one_weight_stay_in_one_file():
     """They are gathered together, by the ranks that hold the weight."""
-    experts = {f"experts.{number}": StoredTensor((8,), torch.bfloat16) for number in range(4)}
+    experts = {f"experts.{number}": FileTensor((8,), torch.bfloat16) for number in range(4)}
     files = plan_files([{**stored_as({"a": (4,)}), "experts": experts}], bytes_per_file=32)
     assert [list(file.tensors) for file in files] == [["a"], list(experts)]
     assert [list(file.weights) for file in files] == [["a"], ["experts"]]
@@ -57,7 +57,7 @@ def test_weights_of_another_stage_get_files_of_their_own():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_header_is_read_by_safetensors(tmp_path, dtype):
     planned = stored_as(SHAPES, dtype)
-    planned["d"] = {"d": StoredTensor((), torch.float32)}  # a buffer
+    planned["d"] = {"d": FileTensor((), torch.float32)}  # a buffer
     (file,) = plan_files([planned])
     weights = {name: torch.randn(shape).to(file.tensors[name].dtype) for name, shape in SHAPES.items()}
     head = file.header()

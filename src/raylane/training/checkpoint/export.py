@@ -146,7 +146,7 @@ def _copy_plain(source: Path, target: Path) -> None:
                 shutil.copyfileobj(file, copy)
 
 
-class StoredTensor(NamedTuple):
+class FileTensor(NamedTuple):
     """One tensor of a safetensors file."""
 
     shape: tuple[int, ...]
@@ -158,7 +158,7 @@ class StoredTensor(NamedTuple):
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-Stored = Mapping[str, StoredTensor]
+Stored = Mapping[str, FileTensor]
 """Tensors of a file by name."""
 
 
@@ -170,7 +170,7 @@ def stored_tensors(causal_lm: Any, dtype: torch.dtype) -> dict[str, Stored]:
     buffers = saved_buffers(causal_lm)
     return {
         name: {
-            part: StoredTensor(tuple(values.shape), weight.dtype if name in buffers else dtype)
+            part: FileTensor(tuple(values.shape), weight.dtype if name in buffers else dtype)
             for part, values in stored_form.stored(causal_lm, name, torch.empty(weight.shape, device="meta")).items()
         }
         for name, weight in stored_weights(causal_lm).items()
@@ -190,7 +190,7 @@ class WeightFile:
     """Tensors of each weight of the model, in the order in which they are in the file."""
 
     @property
-    def tensors(self) -> dict[str, StoredTensor]:
+    def tensors(self) -> dict[str, FileTensor]:
         """All tensors of the file, in their order."""
         return {name: tensor for tensors in self.weights.values() for name, tensor in tensors.items()}
 

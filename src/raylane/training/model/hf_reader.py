@@ -27,7 +27,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from raylane.errors import CheckpointError
 from raylane.training.model.lora import stored_weights
-from raylane.training.model.stored_form import Sources, read_sources
+from raylane.training.model.stored_form import WeightSources, read_sources
 from raylane.training.parallel.sharded import own_part
 
 INDEX = "model.safetensors.index.json"
@@ -129,7 +129,7 @@ def read_weights(causal_lm: Any, folder: Path) -> None:
             _read(causal_lm, weights[target], sources[target], folder, lambda name: opened.slice(files[name], name))
 
 
-def _names_of(source: Sources) -> list[str]:
+def _names_of(source: WeightSources) -> list[str]:
     return [name for names in source.names.values() for name in names]
 
 
@@ -159,7 +159,11 @@ class _OpenFiles:
 
 
 def _check_sources(
-    model: str, folder: Path, weights: Mapping[str, Tensor], sources: Mapping[str, Sources], files: Mapping[str, Path]
+    model: str,
+    folder: Path,
+    weights: Mapping[str, Tensor],
+    sources: Mapping[str, WeightSources],
+    files: Mapping[str, Path],
 ) -> None:
     """Raise CheckpointError if weights are missing, or in the folder twice."""
     if missing := sorted(set(weights) - set(sources)):
@@ -193,7 +197,7 @@ def _check_sources(
             )
 
 
-def _read(causal_lm: Any, weight: Tensor, source: Sources, folder: Path, stored: Callable[[str], Any]) -> None:
+def _read(causal_lm: Any, weight: Tensor, source: WeightSources, folder: Path, stored: Callable[[str], Any]) -> None:
     """Compute this worker's part of one weight from those of the folder, and copy it into place.
 
     Of stacked experts only those of this worker are read, of a weight that needs no conversion only this worker's part,

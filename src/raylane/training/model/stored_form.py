@@ -9,7 +9,7 @@ other types have other names in their folders. The tables of both directions are
     mlp.experts.0.up_proj.weight   [I, H]  --+->  mlp.experts.gate_up_proj [E, 2 I, H]
     mlp.experts.1.gate_proj.weight ...     --+
 
-`read_sources` finds where each weight of a model comes from, `Sources.convert` computes it, and `stored` is the
+`read_sources` finds where each weight of a model comes from, `WeightSources.convert` computes it, and `stored` is the
 inverse. Called by `hf_reader` and `export`. E = experts, I, H = sizes of an expert's matrices.
 """
 
@@ -27,7 +27,7 @@ from raylane.errors import ConfigError
 
 
 @dataclass
-class Sources:
+class WeightSources:
     """Weights of a folder that one weight of a model is computed from."""
 
     target: str
@@ -65,7 +65,7 @@ class Sources:
         return values
 
 
-def read_sources(causal_lm: Any, weights: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Sources]:
+def read_sources(causal_lm: Any, weights: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, WeightSources]:
     """Return where each of `weights`, by its name in the model, comes from in a folder with these names.
 
     Weights that the folder lacks are missing in the result. Names that belong to no weight are ignored.
@@ -78,7 +78,7 @@ def read_sources(causal_lm: Any, weights: Mapping[str, Tensor], names: Iterable[
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     prefix = getattr(causal_lm, "base_model_prefix", None)
-    sources: dict[str, Sources] = {}
+    sources: dict[str, WeightSources] = {}
     # In the order of the experts' numbers, in which transformers stacks them.
     for name in sorted(names, key=dot_natural_key):
         # A name of the model itself is taken as it is: raylane and older programs have saved stacked experts too.
@@ -87,7 +87,7 @@ def read_sources(causal_lm: Any, weights: Mapping[str, Tensor], names: Iterable[
         )
         if target in weights:
             converter = None if pattern is None else by_pattern[pattern]
-            source = sources.setdefault(target, Sources(target, converter))
+            source = sources.setdefault(target, WeightSources(target, converter))
             source.names.setdefault(pattern or name, []).append(name)
     return sources
 
