@@ -11,6 +11,7 @@ from itertools import combinations
 from typing import Any
 
 TP, CP, PP = "tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size"
+EP = "expert_parallel_size"
 REPLICAS, SCHEDULE = "dp_replicate_size", "pipeline_schedule"
 FSDP = {"shard_parameters": "always"}
 SP = {"sequence_parallel": True}

@@ -14,23 +14,37 @@ from tests.sft.ranks import Ranks
 
 from raylane.sft.data.prepare import prepare
 from raylane.training.checkpoint import export as export_module
-from raylane.training.checkpoint.export import plan_files, rounds
+from raylane.training.checkpoint.export import FileTensor, plan_files, rounds
 from raylane.training.config.load import dump
 
 SHAPES = {"a": (4, 2), "b": (8,), "c": (3, 3), "d": ()}
 
 
+def stored_as(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype = torch.float32):
+    """Return the tensors of weights that files hold under their own names."""
+    return {name: {name: FileTensor(shape, dtype)} for name, shape in shapes.items()}
+
+
 def test_files_are_filled_in_order_and_writers_take_turns():
-    files = plan_files([SHAPES, SHAPES], 4, bytes_per_file=64)
-    assert [(file.writer, list(file.shapes)) for file in files] == [(0, ["a", "b"]), (1, ["c", "d"])]
+    files = plan_files([stored_as(SHAPES), stored_as(SHAPES)], bytes_per_file=64)
+    assert [(file.writer, list(file.tensors)) for file in files] == [(0, ["a", "b"]), (1, ["c", "d"])]
     assert [file.name for file in files] == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
-    assert [list(file.shapes) for file in plan_files([SHAPES], 4, bytes_per_file=1)] == [["a"], ["b"], ["c"], ["d"]]
+    single = plan_files([stored_as(SHAPES)], bytes_per_file=1)
+    assert [list(file.tensors) for file in single] == [["a"], ["b"], ["c"], ["d"]]
+
+
+def test_tensors_of_one_weight_stay_in_one_file():
+    """They are gathered together, by the ranks that hold the weight."""
+    experts = {f"experts.{number}": FileTensor((8,), torch.bfloat16) for number in range(4)}
+    files = plan_files([{**stored_as({"a": (4,)}), "experts": experts}], bytes_per_file=32)
+    assert [list(file.tensors) for file in files] == [["a"], list(experts)]
+    assert [list(file.weights) for file in files] == [["a"], ["experts"]]
 
 
 def test_weights_of_another_stage_get_files_of_their_own():
-    first, second = {"a": (2,), "b": (2,)}, {"b": (2,), "c": (2,)}
-    files = plan_files([first, first, second, second], 4)
-    assert [(file.holders, list(file.shapes)) for file in files] == [
+    first, second = stored_as({"a": (2,), "b": (2,)}), stored_as({"b": (2,), "c": (2,)})
+    files = plan_files([first, first, second, second])
+    assert [(file.holders, list(file.tensors)) for file in files] == [
         ((0, 1), ["a"]),
         ((0, 1, 2, 3), ["b"]),
         ((2, 3), ["c"]),
@@ -42,9 +56,11 @@ def test_weights_of_another_stage_get_files_of_their_own():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_header_is_read_by_safetensors(tmp_path, dtype):
-    (file,) = plan_files([SHAPES], dtype.itemsize)
-    weights = {name: torch.randn(shape).to(dtype) for name, shape in SHAPES.items()}
-    head = file.header(dtype)
+    planned = stored_as(SHAPES, dtype)
+    planned["d"] = {"d": FileTensor((), torch.float32)}  # a buffer
+    (file,) = plan_files([planned])
+    weights = {name: torch.randn(shape).to(file.tensors[name].dtype) for name, shape in SHAPES.items()}
+    head = file.header()
     assert len(head) % 8 == 0
     body = b"".join(bytes(weight.reshape(-1).view(torch.uint8).numpy()) for weight in weights.values())
     (tmp_path / "one.safetensors").write_bytes(head + body)
@@ -125,7 +141,7 @@ def test_export_of_any_layout_is_the_model(ranks, folder, tmp_path, layout, dtyp
 def test_failure_of_one_writer_is_raised_on_all_ranks(ranks, folder, tmp_path):
     config = tiny_run.config_of(folder, {"cluster.num_workers": 2, **LAYOUTS["fsdp"]})
     # The name of the file that rank 1 writes is taken by a folder.
-    count = len(plan_files([shapes_of(config)], 4, 20_000))
+    count = len(plan_files([stored_as(shapes_of(config))], 20_000))
     (tmp_path / f"hf/model-00002-of-{count:05d}.safetensors").mkdir(parents=True)
     first, second = ranks.run(export, config, prepare(config), str(tmp_path / "hf"), 20_000)
     assert first == second

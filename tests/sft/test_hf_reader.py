@@ -11,7 +11,6 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from raylane.errors import CheckpointError
-from raylane.training.model import lora
 from raylane.training.model.hf_reader import INDEX, read_weights, weight_files
 from sft import tiny_run
 
@@ -33,9 +32,11 @@ def read(folder: Path) -> dict[str, torch.Tensor]:
     for name, file in weight_files(folder).items():
         with safe_open(file, framework="pt") as stored:
             shapes[name] = stored.get_slice(name).get_shape()
-    values = {name: torch.nn.Parameter(torch.full(shape, torch.nan)) for name, shape in shapes.items()}
-    read_weights(values, folder, "Model")
-    return {name: value.detach() for name, value in values.items()}
+    model = torch.nn.Module()
+    for name, shape in shapes.items():
+        model.register_parameter(name, torch.nn.Parameter(torch.full(shape, torch.nan)))
+    read_weights(model, folder)
+    return {name: value.detach() for name, value in model.named_parameters()}
 
 
 STRAY = {"zz.safetensors": {"a": torch.zeros(2, 2), "b": torch.zeros(3), "c": torch.zeros(1)}}
@@ -97,23 +98,5 @@ def test_run_beside_a_stray_file_starts_from_the_index(worker, folder, tmp_path)
     save_file({name: torch.zeros_like(one) for name, one in weights.items()}, tmp_path / "hf/zz.safetensors")
     for one in worker.model.causal_lm.parameters():
         torch.nn.init.constant_(one, 5.0)
-    read_weights(lora.base_parameters(worker.model.causal_lm), tmp_path / "hf", "Model")
+    read_weights(worker.model.causal_lm, tmp_path / "hf")
     assert all(torch.equal(one, weights[name]) for name, one in worker.model.causal_lm.named_parameters())
-
-
-def test_folder_with_one_weight_per_expert_names_the_cause(worker, folder, tmp_path):
-    """transformers 5 keeps the experts of a layer in one tensor."""
-    shape = {"model_type": "mixtral", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
-    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 2}
-    config = tiny_run.config_of(folder, {"policy.hf_config_overrides": shape})
-    worker.setup(config, tiny_run.prepared_in(folder), 8)
-    causal_lm = worker.model.causal_lm
-    published = {
-        name: one.detach()
-        for name, one in causal_lm.named_parameters()
-        if ".experts." not in name and "gate" not in name
-    }
-    expert = "model.layers.0.block_sparse_moe.experts.0.w1.weight"
-    write(tmp_path, {"model.safetensors": {**published, expert: torch.zeros(48, 32)}}, None)
-    with pytest.raises(CheckpointError, match=r"a weight for each expert, .* stacked in one, .* cannot load yet"):
-        read_weights(lora.base_parameters(causal_lm), tmp_path, "Model")

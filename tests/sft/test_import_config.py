@@ -98,10 +98,10 @@ def _is_default(config: object, key: str) -> bool:
 
 
 def test_import_separates_lacking_features_from_decisions(their_file: Path, tmp_path: Path) -> None:
-    lacking = ["policy.dtensor_cfg.expert_parallel_size=2", "logger.mlflow_enabled=true", "++policy.new_thing=3"]
+    lacking = ["policy.dtensor_cfg.moe_parallelizer=true", "logger.mlflow_enabled=true", "++policy.new_thing=3"]
     made = import_config(their_file, [*complete(tmp_path), *lacking[:2]])
     assert [problem.key for problem in made.refused] == [
-        "policy.dtensor_cfg.expert_parallel_size",
+        "policy.dtensor_cfg.moe_parallelizer",
         "logger.mlflow_enabled",
     ]
     assert made.to_do == ()

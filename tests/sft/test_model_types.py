@@ -6,6 +6,8 @@ Every document goes through a plain model of transformers by itself; loss and ev
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,42 +19,12 @@ from raylane.errors import ConfigError
 from raylane.sft.data.prepare import prepare
 from raylane.sft.data.rows import RowSource
 from raylane.sft.run import selfcheck
+from raylane.training.config.model_types import DENSE, EVERY, MODEL_TYPES
 from raylane.training.model import attention, hf_config
 from raylane.training.model.attention import PackedRows
 from raylane.training.run.micro_batches import FixedRows
-from sft import tiny_run
-
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}
-WINDOW = {"sliding_window": 8}
-LONGROPE = {
-    "rope_parameters": {
-        "rope_type": "longrope",
-        "rope_theta": 10000.0,
-        "short_factor": [1.0] * 4,
-        "long_factor": [4.0] * 4,
-        "original_max_position_embeddings": tiny_run.ROW_TOKENS,
-    },
-    "original_max_position_embeddings": tiny_run.ROW_TOKENS,
-}
-TYPES: dict[str, dict[str, Any]] = {
-    "gpt_oss": {**WINDOW, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "granite_swa": {**WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
-    "granite": {},
-    "phi3": LONGROPE,
-    "gemma2": {**WINDOW, "head_dim": 8, "attn_logit_softcapping": 0.5, "query_pre_attn_scalar": 1},
-    "gemma3_text": {**WINDOW, "head_dim": 8},
-    "mistral": WINDOW,
-    "qwen2": {**WINDOW, "use_sliding_window": True, "max_window_layers": 1},
-    "qwen3": {**WINDOW, "use_sliding_window": True, "max_window_layers": 1, "head_dim": 8},
-    "llama": {},
-}
+from sft import model_types_page, tiny_run
+from sft.model_types import LONGROPE, SIZES, TYPES
 
 
 def start(worker: Any, folder: Any, model_type: str, sizes: dict[str, Any], changes: dict[str, Any] | None = None):
@@ -87,9 +59,9 @@ def test_model_type_equals_transformers_eager(worker, folder, model_type, packin
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-@pytest.mark.parametrize("model_type", ["stablelm", "doge"])
+@pytest.mark.parametrize("model_type", ["doge"])
 def test_remedy_of_a_refused_type_equals_eager(worker, folder, model_type, implementation):
-    """Layers that drop arguments, and layers with masks of their own, cannot use raylane's attention."""
+    """Layers with masks of their own cannot use raylane's attention."""
     with pytest.raises(ConfigError, match=r"attn_implementation to (sdpa or eager|eager or sdpa) of transformers"):
         start(worker, folder, model_type, {})
     batch = start(worker, folder, model_type, {"attn_implementation": implementation})
@@ -115,6 +87,24 @@ def test_model_without_a_base_model_is_refused(worker, folder, precision):
         ConfigError, match=r"Llama4ForCausalLM .*(Use llama|Use an architecture that can be trained: llama)"
     ):
         start(worker, folder, "llama4_text", {}, {"policy.precision": precision})
+
+
+def test_table_holds_exactly_the_tested_types():
+    assert set(MODEL_TYPES) == set(TYPES)
+    assert all(MODEL_TYPES[name] == EVERY for name in DENSE)
+    without_reason = [of_type for of_type in MODEL_TYPES.values() if not of_type.reason]
+    assert {replace(of_type, experts=False) for of_type in without_reason} == {EVERY}
+
+
+def test_page_of_model_types_is_up_to_date():
+    page = Path(__file__).parents[2] / "docs/reference/model-types.md"
+    assert page.read_text(encoding="utf-8") == model_types_page.markdown(), f"run {model_types_page.COMMAND}"
+
+
+def test_proofs_of_the_page_exist():
+    for _, tests, _ in model_types_page.PROOFS:
+        for file, name in (test.split("::") for test in tests):
+            assert f"def {name}(" in (Path(__file__).parent / file).read_text(encoding="utf-8")
 
 
 def attend_one_row(**arguments: Any) -> Any:

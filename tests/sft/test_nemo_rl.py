@@ -88,7 +88,7 @@ def test_mandatory_value_that_is_missing_is_named(own_file: Path) -> None:
 @pytest.mark.parametrize(
     ("section", "told"),
     [
-        ({"policy": {"dtensor_cfg": {"expert_parallel_size": 2}}}, "expert_parallel_size=2: expert parallelism is not"),
+        ({"policy": {"dtensor_cfg": {"moe_parallelizer": {"a": 1}}}}, "experts are divided by"),
         ({"policy": {"dtensor_cfg": {"enabled": False}}}, "it is always on"),
         ({"checkpointing": {"is_peft": True}}, r"set policy\.dtensor_cfg\.lora_cfg instead"),
         ({"policy": {"dtensor_cfg": {"automodel_kwargs": {"backend": {}}}}}, "loaded by transformers"),
@@ -126,7 +126,7 @@ def test_key_that_requests_a_missing_feature_is_refused(
 @pytest.mark.parametrize(
     ("word", "told"),
     [
-        ("policy.dtensor_cfg.expert_parallel_size=2", "expert parallelism is not supported yet"),
+        ("++policy.dtensor_cfg.moe_parallelizer.a=1", "experts are divided by"),
         ("data.max_input_seq_length=5", r"use policy\.max_total_sequence_length"),
         ("data.train.dataset_name=squad", "'data' is a single value|holds .* which has no keys"),
     ],

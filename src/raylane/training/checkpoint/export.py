@@ -32,15 +32,15 @@ import stat
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -49,6 +49,7 @@ from raylane.training.checkpoint.dcp import CodeFreeReader, FitPlanner
 from raylane.training.checkpoint.folders import Saved
 from raylane.training.checkpoint.state import load_failure, on_rank_zero
 from raylane.training.config.policy import PolicyConfig
+from raylane.training.model import stored_form
 from raylane.training.model.defaults import with_own_defaults
 from raylane.training.model.lora import (
     Adapters,
@@ -56,9 +57,10 @@ from raylane.training.model.lora import (
     adapt,
     adapted,
     adapter_names,
-    base_parameters,
     gather_adapters,
     merged_weight,
+    saved_buffers,
+    stored_weights,
     write_adapter,
 )
 from raylane.training.model.supervised import RunModel
@@ -144,6 +146,37 @@ def _copy_plain(source: Path, target: Path) -> None:
                 shutil.copyfileobj(file, copy)
 
 
+class FileTensor(NamedTuple):
+    """One tensor of a safetensors file."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the tensor in the file."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+Stored = Mapping[str, FileTensor]
+"""Tensors of a file by name."""
+
+
+def stored_tensors(causal_lm: Any, dtype: torch.dtype) -> dict[str, Stored]:
+    """Return the tensors that files hold for each of `stored_weights` of a model, in the names of published folders.
+
+    Weights have this data type, and buffers their own: the routers of DeepSeek-V3 add them to scores in float32.
+    """
+    buffers = saved_buffers(causal_lm)
+    return {
+        name: {
+            part: FileTensor(tuple(values.shape), weight.dtype if name in buffers else dtype)
+            for part, values in stored_form.stored(causal_lm, name, torch.empty(weight.shape, device="meta")).items()
+        }
+        for name, weight in stored_weights(causal_lm).items()
+    }
+
+
 @dataclass(frozen=True)
 class WeightFile:
     """Plan of one safetensors file."""
@@ -153,45 +186,55 @@ class WeightFile:
     """Rank that writes the file."""
     holders: tuple[int, ...]
     """Ranks that hold (shards of) its weights, and take part in gathering them."""
-    shapes: Mapping[str, tuple[int, ...]]
-    """Weights in the order in which they are in the file."""
+    weights: Mapping[str, Stored]
+    """Tensors of each weight of the model, in the order in which they are in the file."""
 
-    def header(self, dtype: torch.dtype) -> bytes:
-        """Return the first bytes of the file, up to the first weight."""
+    @property
+    def tensors(self) -> dict[str, FileTensor]:
+        """All tensors of the file, in their order."""
+        return {name: tensor for tensors in self.weights.values() for name, tensor in tensors.items()}
+
+    def header(self) -> bytes:
+        """Return the first bytes of the file, up to the first tensor."""
         entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         offset = 0
-        for name, shape in self.shapes.items():
-            end = offset + _num_elements(shape) * dtype.itemsize
-            entries[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+        for name, tensor in self.tensors.items():
+            end = offset + tensor.size_bytes
+            dtype = _DTYPE_NAMES[tensor.dtype]
+            entries[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [offset, end]}
             offset = end
         text = json.dumps(entries, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)  # weights start at a multiple of 8 bytes
         return len(text).to_bytes(8, "little") + text
 
+    def contents(self, causal_lm: Any, name: str, weight: Tensor) -> Iterator[memoryview]:
+        """Yield the bytes of the tensors that hold one whole weight of the model, in the order of the file."""
+        parts = stored_form.stored(causal_lm, name, weight)
+        for part, tensor in self.weights[name].items():
+            yield stored_bytes(parts[part].to(tensor.dtype))
 
-def plan_files(
-    held: Sequence[Mapping[str, tuple[int, ...]]], bytes_per_element: int, bytes_per_file: int | None = None
-) -> list[WeightFile]:
-    """Return the files for the weights that each rank holds (name -> shape of the whole weight). Pure.
+
+def plan_files(held: Sequence[Mapping[str, Stored]], bytes_per_file: int | None = None) -> list[WeightFile]:
+    """Return the files for the weights of the model that each rank holds, with the tensors of each. Pure.
 
     Neighbouring weights with the same holders share a file, up to `bytes_per_file` (4 GiB by default); ranks take turns
     in writing.
     """
     limit = _BYTES_PER_FILE if bytes_per_file is None else bytes_per_file
     holders: dict[str, list[int]] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
+    weights: dict[str, Stored] = {}
     for rank, of_rank in enumerate(held):
-        for name, shape in of_rank.items():
+        for name, tensors in of_rank.items():
             holders.setdefault(name, []).append(rank)
-            shapes[name] = shape
-    groups: list[tuple[tuple[int, ...], dict[str, tuple[int, ...]]]] = []
+            weights[name] = tensors
+    groups: list[tuple[tuple[int, ...], dict[str, Stored]]] = []
     used = 0
     for name, ranks in holders.items():
-        size = _num_elements(shapes[name]) * bytes_per_element
+        size = sum(tensor.size_bytes for tensor in weights[name].values())
         if not groups or groups[-1][0] != tuple(ranks) or used + size > limit:
             groups.append((tuple(ranks), {}))
             used = 0
-        groups[-1][1][name] = shapes[name]
+        groups[-1][1][name] = weights[name]
         used += size
     total = len(groups)
     return [
@@ -206,18 +249,13 @@ def stored_bytes(weight: torch.Tensor) -> memoryview:
     return weight.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def write_index(folder: Path, files: Sequence[WeightFile], dtype: torch.dtype) -> None:
-    """Write the index of weights of this data type, which tells readers the file of each weight."""
-    total = sum(_num_elements(shape) for file in files for shape in file.shapes.values()) * dtype.itemsize
+def write_index(folder: Path, files: Sequence[WeightFile]) -> None:
+    """Write the index of weights, which tells readers the file of each of them."""
     index = {
-        "metadata": {"total_size": total},
-        "weight_map": {name: file.name for file in files for name in file.shapes},
+        "metadata": {"total_size": sum(tensor.size_bytes for file in files for tensor in file.tensors.values())},
+        "weight_map": {name: file.name for file in files for name in file.tensors},
     }
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-def _num_elements(shape: tuple[int, ...]) -> int:
-    return torch.Size(shape).numel()
 
 
 _WEIGHTS_WAITING = 2
@@ -239,7 +277,7 @@ def save_hf(folder: Place, model: RunModel, companions: Companions) -> None:
         with tempfile.TemporaryDirectory() as name:
             draft = Path(name)
             write_beside(draft, model.causal_lm, companions)
-            write_index(draft, files, companions.dtype)
+            write_index(draft, files)
             if adapters is not None:
                 write_adapter(draft / ADAPTER_FOLDER, adapters, companions.start, torch.float32)
                 if isinstance(folder, Path):
@@ -264,21 +302,23 @@ def rounds(files: Sequence[WeightFile]) -> list[list[WeightFile]]:
 
 def _write_weights(failed: str, folder: Place, causal_lm: Any, dtype: torch.dtype) -> list[WeightFile]:
     """Write all safetensors files; return their plan. Collective."""
-    weights, adapters = base_parameters(causal_lm), adapted(causal_lm)
+    weights, adapters = stored_weights(causal_lm), adapted(causal_lm)
     rank = dist.get_rank()
-    files = plan_files(gathered({name: tuple(weight.shape) for name, weight in weights.items()}), dtype.itemsize)
-    writer = _WeightWriter(folder)
+    files = plan_files(gathered(stored_tensors(causal_lm, dtype)))
+    buffers = saved_buffers(causal_lm)
+    writer = _WeightWriter(folder, causal_lm)
     try:
         # One weight of each file in turn, so that all writers have work.
         for together in rounds(files):
-            for names in zip_longest(*(file.shapes for file in together)):
+            for names in zip_longest(*(file.weights for file in together)):
                 for file, name in zip(together, names, strict=True):
                     if name is None or rank not in file.holders:
                         continue
+                    part = merged_weight(name, weights, adapters)
                     # Rounded before it is gathered: half the bytes on the wire.
-                    weight = whole(merged_weight(name, weights, adapters).to(dtype))
+                    weight = whole(part if name in buffers else part.to(dtype))
                     if file.writer == rank:
-                        writer.add(file, dtype, weight.cpu())
+                        writer.add(file, name, weight.cpu())
     finally:
         error = writer.close()
     errors = gathered(error)
@@ -295,16 +335,16 @@ class _WeightWriter:
     After an error it takes weights without writing them: the other ranks still need this one to gather.
     """
 
-    def __init__(self, folder: Place) -> None:
-        self._folder = folder
-        self._waiting: queue.Queue[tuple[WeightFile, torch.dtype, torch.Tensor] | None] = queue.Queue(_WEIGHTS_WAITING)
+    def __init__(self, folder: Place, causal_lm: Any) -> None:
+        self._folder, self._causal_lm = folder, causal_lm
+        self._waiting: queue.Queue[tuple[WeightFile, str, Tensor] | None] = queue.Queue(_WEIGHTS_WAITING)
         self._error: str | None = None
         self._thread = threading.Thread(target=self._run, name="raylane-hf-export", daemon=True)
         self._thread.start()
 
-    def add(self, file: WeightFile, dtype: torch.dtype, weight: torch.Tensor) -> None:
-        """Give the next weight of a file; wait while too many are waiting already."""
-        self._waiting.put((file, dtype, weight))
+    def add(self, file: WeightFile, name: str, weight: Tensor) -> None:
+        """Give the next weight of a file, whole; wait while too many are waiting already."""
+        self._waiting.put((file, name, weight))
 
     def close(self) -> str | None:
         """Wait until all weights are written; return the reason if they are not."""
@@ -326,8 +366,9 @@ class _WeightWriter:
                     if isinstance(self._folder, Path):
                         self._folder.mkdir(parents=True, exist_ok=True)
                     stream = (self._folder / file.name).open("wb")
-                    stream.write(file.header(item[1]))
-                stream.write(stored_bytes(item[2]))
+                    stream.write(file.header())
+                for values in file.contents(self._causal_lm, item[1], item[2]):
+                    stream.write(values)
             except Exception as error:
                 self._error = str(error) or type(error).__name__
         try:
@@ -372,15 +413,16 @@ def export_state(
             write_adapter(draft, Adapters.of(causal_lm, tensors), None if base is None else Path(base), dtype)
         else:
             draft.mkdir(parents=True)
-            weights, layers = base_parameters(causal_lm), adapted(causal_lm)
-            files = plan_files([{name: tuple(weight.shape) for name, weight in weights.items()}], dtype.itemsize)
+            weights, layers = stored_weights(causal_lm), adapted(causal_lm)
+            files = plan_files([stored_tensors(causal_lm, dtype)])
             for file in files:
                 with (draft / file.name).open("wb") as stream:
-                    stream.write(file.header(dtype))
-                    # One tensor after the other; the library's own writer needs all of them in memory.
-                    for name in file.shapes:
-                        stream.write(stored_bytes(_merged(name, layers, weights, read).to(dtype)))
-            write_index(draft, files, dtype)
+                    stream.write(file.header())
+                    # One weight after the other; the library's own writer needs all of them in memory.
+                    for name in file.weights:
+                        for values in file.contents(causal_lm, name, _merged(name, layers, weights, read)):
+                            stream.write(values)
+            write_index(draft, files)
             write_beside(draft, causal_lm, companions)
         draft.rename(out)
     except OSError as error:
@@ -411,7 +453,7 @@ def _reader(folder: Place) -> Read:
     return read
 
 
-def _merged(name: str, layers: Mapping[str, LoraLinear], weights: Mapping[str, nn.Parameter], read: Read) -> Tensor:
+def _merged(name: str, layers: Mapping[str, LoraLinear], weights: Mapping[str, Tensor], read: Read) -> Tensor:
     """Read one weight, with its adapter added if it has one."""
     owner, _, last = name.rpartition(".")
     layer = layers.get(owner)

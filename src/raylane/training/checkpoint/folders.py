@@ -63,6 +63,7 @@ _LAYOUT = (
     "policy.dtensor_cfg.dp_replicate_size",
     "policy.dtensor_cfg.tensor_parallel_size",
     "policy.dtensor_cfg.context_parallel_size",
+    "policy.dtensor_cfg.expert_parallel_size",
     "policy.dtensor_cfg.pipeline_parallel_size",
     "policy.dtensor_cfg.sequence_parallel",
     "policy.dtensor_cfg.shard_parameters",

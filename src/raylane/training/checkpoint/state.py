@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from raylane.errors import CheckpointDamagedError, CheckpointError
 from raylane.training.checkpoint import state
 from raylane.training.checkpoint.dcp import CodeFreeReader, FitPlanner, state_writer
+from raylane.training.model.lora import saved_buffers
 from raylane.training.model.supervised import RunModel
 from raylane.training.parallel.sharded import gathered
 from raylane.training.storage import Place
@@ -132,7 +133,8 @@ def load_failure(folder: Place, error: CheckpointException) -> CheckpointError:
 
 def collect(model: RunModel, optimizer: torch.optim.Optimizer | None, step: int) -> dict[str, Any]:
     """Return weights, optimizer (unless None) and step by name, not copied."""
-    state: dict[str, Any] = {"model": dict(model.causal_lm.named_parameters()), "step": torch.tensor(step)}
+    weights = {**dict(model.causal_lm.named_parameters()), **saved_buffers(model.causal_lm)}
+    state: dict[str, Any] = {"model": weights, "step": torch.tensor(step)}
     if optimizer is not None:
         state["optimizer"] = get_optimizer_state_dict(model.causal_lm, optimizer, options=_FLAT)
     return state

@@ -15,11 +15,10 @@ from typing import Any
 
 from raylane.errors import ConfigError
 from raylane.training.config.megatron_limits import megatron_problems
+from raylane.training.config.model_types import MODEL_TYPES, Divisions
 from raylane.training.config.policy import EDGE_SCHEDULES, INTERLEAVED, PolicyConfig
 from raylane.training.config.schema import TrainingConfig
 
-DIVISIBLE_MODELS = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
-"""Model types that tensor, context and pipeline parallelism are tested with."""
 _SIZES = ("pipeline_parallel_size", "dp_replicate_size", "context_parallel_size", "tensor_parallel_size")
 """Keys of `policy.dtensor_cfg` whose product divides the number of workers."""
 
@@ -32,6 +31,7 @@ def layout_problems(config: TrainingConfig) -> list[str]:
         *division_problems(config),
         *pipeline_problems(config),
         *megatron_problems(policy),
+        *expert_problems(config),
         *dynamic_problems(policy),
         *batch_problems(config, "policy.train_", policy.train_global_batch_size, policy.micro_batch_divisor),
         *length_problems(policy),
@@ -44,7 +44,12 @@ def layout_problems(config: TrainingConfig) -> list[str]:
 def check_model_folder(config: TrainingConfig) -> None:
     """Raise ConfigError if the model in the folder `policy.model_name` cannot be divided as asked."""
     settings, name = config.policy.dtensor_cfg, config.policy.model_name
-    sizes = (settings.tensor_parallel_size, settings.context_parallel_size, settings.pipeline_parallel_size)
+    sizes = (
+        settings.tensor_parallel_size,
+        settings.context_parallel_size,
+        settings.pipeline_parallel_size,
+        settings.expert_parallel_size,
+    )
     if name is None or max(sizes) == 1:
         return
     path = Path(name) / "config.json"
@@ -233,6 +238,40 @@ def pipeline_problems(config: TrainingConfig) -> list[str]:
     )
 
 
+def expert_problems(config: TrainingConfig) -> list[str]:
+    """Return settings that do not fit the division of experts over the workers that share the weights."""
+    settings = config.policy.dtensor_cfg
+    size, copies = settings.expert_parallel_size, settings.dp_replicate_size
+    world = config.cluster.num_workers
+    if size == 1:
+        return []
+    key = f"policy.dtensor_cfg.expert_parallel_size={size}"
+    alone = {
+        "tensor_parallel_size": settings.tensor_parallel_size > 1,
+        "context_parallel_size": settings.context_parallel_size > 1,
+        "pipeline_parallel_size": settings.pipeline_parallel_size > 1,
+    }
+    return listed(
+        {
+            f"{key} must be 1 or the number of workers that share the weights, cluster.num_workers={world} / "
+            f"dp_replicate_size={copies}; set it to one of the two": size * copies != world,
+            **{
+                f"{key} does not work with policy.dtensor_cfg.{name} above 1; set one of the two to 1": is_used
+                for name, is_used in alone.items()
+            },
+            f"{key} needs FSDP2, but policy.dtensor_cfg.shard_parameters=never; set it to auto": (
+                settings.shard_parameters == "never"
+            ),
+            f"{key} does not work with policy.dtensor_cfg.cpu_offload=true; set one of the two off": (
+                settings.cpu_offload
+            ),
+            f"{key} does not work with policy.dtensor_cfg.compile_layers=true; set one of the two off": (
+                settings.compile_layers
+            ),
+        }
+    )
+
+
 def dynamic_problems(policy: PolicyConfig) -> list[str]:
     """Return settings that do not fit micro-batches with a token budget."""
     settings, length = policy.dynamic_batching, policy.max_total_sequence_length
@@ -337,11 +376,23 @@ def shape_problems(policy: PolicyConfig, shape: Mapping[str, Any]) -> Iterator[s
     settings = policy.dtensor_cfg
     tp, pp = settings.tensor_parallel_size, settings.pipeline_parallel_size
     model_type = shape.get("model_type")
-    if max(tp, pp, settings.context_parallel_size) > 1 and model_type not in (None, *DIVISIBLE_MODELS):
-        yield (
-            f"a model of type {model_type!r} cannot be divided by tensor, context or pipeline parallelism; set these "
-            f"sizes to 1, or use a model of type {', '.join(DIVISIBLE_MODELS)}"
-        )
+    divisions = MODEL_TYPES.get(str(model_type), Divisions())
+    used = {
+        "tensor_parallel_size": (settings.tensor_parallel_size, "tensors"),
+        "sequence_parallel": (settings.sequence_parallel, "sequences"),
+        "context_parallel_size": (settings.context_parallel_size, "context"),
+        "pipeline_parallel_size": (settings.pipeline_parallel_size, "stages"),
+        "expert_parallel_size": (settings.expert_parallel_size, "experts"),
+    }
+    for key, (value, way) in used.items():
+        # The type of a model folder is checked later.
+        if model_type is not None and (value > 1 or value is True) and not getattr(divisions, way):
+            able = [name for name, of_type in MODEL_TYPES.items() if getattr(of_type, way)]
+            cause = f" ({divisions.reason})" if divisions.reason and way != "experts" else ""
+            yield (
+                f"a model of type {model_type!r} cannot be divided by policy.dtensor_cfg.{key}{cause}; set it to "
+                f"{'false' if value is True else 1}, or use a model of type {', '.join(able)}"
+            )
     for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         size = shape.get(key)
         if isinstance(size, int) and size % tp:
@@ -350,6 +401,13 @@ def shape_problems(policy: PolicyConfig, shape: Mapping[str, Any]) -> Iterator[s
             yield (
                 f"the model's {key}={size} does not divide by policy.dtensor_cfg.tensor_parallel_size={tp}; use "
                 f"{', '.join(map(str, fitting[:6]))}"
+            )
+    for key in ("num_experts", "num_local_experts"):
+        experts = shape.get(key)
+        if isinstance(experts, int) and experts % settings.expert_parallel_size:
+            yield (
+                f"the model's {key}={experts} does not divide by policy.dtensor_cfg.expert_parallel_size="
+                f"{settings.expert_parallel_size}; use another number of workers"
             )
     layers = shape.get("num_hidden_layers")
     # Every stage needs a layer of its own.

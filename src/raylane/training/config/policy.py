@@ -235,13 +235,17 @@ class DTensorConfig(Section):
 
     tensor_parallel_size: PositiveInt = 1
     """Number of workers that divide each weight matrix among them (attention heads, hidden units of the MLP, words of
-    the vocabulary). For llama, qwen2, qwen3, gemma, gemma2, gemma3_text and mistral."""
+    the vocabulary). For the types in docs/reference/model-types.md; experts are not divided."""
     sequence_parallel: bool = False
     """Divide also the activations between the matrices among the tensor-parallel workers: less memory and less
     computation in norms, with the same traffic."""
     context_parallel_size: PositiveInt = 1
     """Number of workers that divide each row among them; T must be a multiple of twice this number. Works with packed
     rows."""
+    expert_parallel_size: PositiveInt = 1
+    """Number of workers that divide the experts of each layer among them, 1 or all workers that share the weights.
+    Tokens travel to their experts, and FSDP2 divides and gathers all other weights. For the types in
+    docs/reference/model-types.md."""
     pipeline_parallel_size: PositiveInt = 1
     """Number of workers that divide the layers among them. Not in NeMo-RL's dtensor_cfg."""
     pipeline_schedule: Literal["1f1b", "gpipe", "interleaved_1f1b", "interleaved_zero_bubble"] = "1f1b"

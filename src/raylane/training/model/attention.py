@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from raylane.errors import ConfigError
+from raylane.training.parallel.sharded import own_part
 
 NAME = "raylane"
 """Name of this implementation in transformers' registry, and of the default of `attn_implementation`."""
@@ -209,7 +210,9 @@ def attend(
         )
     # Gemma 2 scales by another number than the size of a head.
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    scoring = _Scoring(scale, dropout, sliding_window, softcap, s_aux)
+    # With tensor parallelism a worker holds the sinks of its own heads.
+    sinks = None if s_aux is None else own_part(s_aux)
+    scoring = _Scoring(scale, dropout, sliding_window, softcap, sinks)
     key, value = packed_rows.gather(key, value)
     half = query.dtype in (torch.bfloat16, torch.float16)
     # torch's kernel for rows of several lengths (FlashAttention) knows neither dropout nor explicit scores.

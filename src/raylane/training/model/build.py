@@ -15,20 +15,22 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from raylane.errors import ConfigError
-from raylane.training.config.layout import DIVISIBLE_MODELS
+from raylane.training.config.model_types import DENSE
 from raylane.training.config.policy import Checkpointing, PolicyConfig
 from raylane.training.model import attention, lora
 from raylane.training.model.hf_config import attention_implementation
 from raylane.training.model.hf_reader import read_weights
 from raylane.training.model.initial import fill_random
 from raylane.training.model.megatron import MegatronModel
+from raylane.training.model.packed_layers import complete_layers
 from raylane.training.model.pipeline import PipelinedModel
 from raylane.training.model.supervised import RunModel, StageModel, SupervisedModel
-from raylane.training.parallel import tensor_parallel
+from raylane.training.parallel import expert_parallel, tensor_parallel
 from raylane.training.parallel.gradients import GradientSum
 from raylane.training.parallel.mesh import WorkerMesh, keeps_gathered, shards_parameters
 from raylane.training.parallel.stages import keep_stage, own_stages
@@ -38,7 +40,7 @@ def build_model(hf_config: Any, policy: PolicyConfig, mesh: WorkerMesh, device: 
     """Return the model, divided as `policy.dtensor_cfg` says, float32 masters, in training mode. Collective.
 
     No process holds the whole model, unless `mesh.shards_parameters` says so: weights from `policy.model_name` are
-    read part by part, and random ones of `layout.DIVISIBLE_MODELS` are made one module at a time (`initial`); those of
+    read part by part, and random ones of `model_types.DENSE` are made one module at a time (`initial`); those of
     other models are made whole. Random weights depend on `seed` alone, not on the layout. Raises CheckpointError if the
     folder's safetensors do not fit, ConfigError if this model cannot be trained with raylane.
     """
@@ -65,7 +67,7 @@ def _build(
     """Return the model, or stage (number, number of stages) of it. Collective over the workers of the same stage."""
     name, settings = policy.model_name, policy.dtensor_cfg
     # Other models may have rules for weights of inner modules (gpt2), so they are made whole, as transformers does.
-    made_whole = name is None and hf_config.model_type not in DIVISIBLE_MODELS
+    made_whole = name is None and hf_config.model_type not in DENSE
     torch.manual_seed(seed)
     # On the meta device no weights are allocated; after sharding each worker allocates its own shard only.
     with torch.device("cpu" if made_whole else "meta"):
@@ -80,13 +82,14 @@ def _build(
     tied = hf_config.tie_word_embeddings and model.has_head
     _prepare(model, policy)
     if mesh.tp is not None:
-        tensor_parallel.apply(causal_lm, mesh.tp, settings.sequence_parallel)
+        # With sequence parallelism layers get a part of the tokens, and transformers would make masks of that length.
+        model.has_reference = tensor_parallel.apply(causal_lm, mesh.tp, settings.sequence_parallel)
         lora.divide_dropout(causal_lm, mesh.tp, settings.sequence_parallel)
-        # Layers then get a part of the tokens, and transformers would make masks of that length.
-        model.has_reference = not settings.sequence_parallel
         lora.freeze(causal_lm)  # dividing made new parameters, which all want gradients
+    # FSDP2 would gather experts that have their place.
+    placed = expert_parallel.apply(causal_lm, mesh.fsdp) if settings.expert_parallel_size > 1 else set()
     if not policy.megatron_cfg.enabled:
-        _shard(model, policy, mesh)
+        _shard(model, policy, mesh, placed)
     if made_whole:
         if not settings.cpu_offload:
             model.to(device)
@@ -99,8 +102,7 @@ def _build(
         if name is None:
             fill_random(causal_lm, seed)
         else:
-            # `base_parameters` has a tied weight only once.
-            read_weights(lora.base_parameters(causal_lm), Path(name), type(causal_lm).__name__)
+            read_weights(causal_lm, Path(name))
     lora.initialise(causal_lm, seed)
     if settings.lora_cfg.enabled and settings.lora_cfg.adapter_path is not None:
         lora.read_adapter(causal_lm, Path(settings.lora_cfg.adapter_path), in_files)
@@ -130,29 +132,20 @@ def _causal_lm(hf_config: Any, implementation: str) -> Any:
 
 
 def _prepare(model: SupervisedModel, policy: PolicyConfig) -> None:
-    """Refuse models with state in buffers, add activation checkpointing, and enter training mode."""
-    buffers = [
-        f"{name}.{key}"
-        for name, module in model.causal_lm.named_modules()
-        for key in dict(module.named_buffers(recurse=False))
-        if key not in module._non_persistent_buffers_set
-    ]
-    if buffers:
-        raise ConfigError(
-            f"{type(model.causal_lm).__name__} keeps state in buffers ({buffers[0]} and {len(buffers) - 1} more), "
-            "which raylane neither reads nor saves yet (routers of DeepSeek-V3 and GLM-4-MoE, for example). Use an "
-            "architecture that can be trained: llama, qwen2, qwen3, gemma"
-        )
-    apply_checkpointing(model.causal_lm, policy.dtensor_cfg.activation_checkpointing)
+    """Complete layers, add activation checkpointing, and enter training mode."""
+    causal_lm = model.causal_lm
+    complete_layers(causal_lm.config.model_type, decoder_layers(causal_lm))
+    apply_checkpointing(causal_lm, policy.dtensor_cfg.activation_checkpointing)
     model.train()
 
 
-def _shard(model: SupervisedModel, policy: PolicyConfig, mesh: WorkerMesh) -> None:
+def _shard(model: SupervisedModel, policy: PolicyConfig, mesh: WorkerMesh, placed: set[nn.Parameter]) -> None:
     """Apply FSDP2: one group per decoder layer, and one for the rest; float32 masters and float32 reduction.
 
+    Parameters that are `placed` on workers already are left as they are.
     A model that `mesh.shards_parameters` leaves whole is not changed: its parameters stay plain tensors.
     """
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    num_parameters = sum(parameter.numel() for parameter in model.parameters() if parameter not in placed)
     device_type = mesh.fsdp.device_type
     if not shards_parameters(policy, mesh.fsdp.size(-1), num_parameters):
         trained = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
@@ -171,15 +164,21 @@ def _shard(model: SupervisedModel, policy: PolicyConfig, mesh: WorkerMesh) -> No
             mp_policy=precision,
             offload_policy=offload,
             reshard_after_forward=not model.keeps_gathered,
+            ignored_params=placed,
         )
     # The batch is no input of the network alone: a loss function gets its tensors as the caller made them.
     outermost = dataclasses.replace(precision, cast_forward_inputs=False)
-    fully_shard(model, mesh=mesh.fsdp, mp_policy=outermost, offload_policy=offload)
+    fully_shard(model, mesh=mesh.fsdp, mp_policy=outermost, offload_policy=offload, ignored_params=placed)
 
 
 def _restore_buffers(model: SupervisedModel, hf_config: Any, device: torch.device) -> None:
-    """Create again the buffers that are not in checkpoints (rotary frequencies): `to_empty` leaves them undefined."""
+    """Create again the buffers that are not in checkpoints (rotary frequencies): `to_empty` leaves them undefined.
+
+    Buffers that are in checkpoints get their values when those are read.
+    """
     for name, module in model.named_modules():
+        for key, buffer in module.named_buffers(recurse=False):
+            setattr(module, key, buffer.to(device))  # beside the layers, also where their weights are offloaded
         lost = [key for key in dict(module.named_buffers(recurse=False)) if key in module._non_persistent_buffers_set]
         if not lost:
             continue

@@ -78,7 +78,22 @@ def model_config(policy: PolicyConfig, vocab_size: int, pad_id: int | None = Non
             key="attention_dropout",
         )
     _check_rope(policy, config)
+    _check_router_loss(policy, config)
     return config
+
+
+def _check_router_loss(policy: PolicyConfig, config: Any) -> None:
+    """Raise ConfigError if the loss of routers is asked for, and no worker has all layers and whole rows."""
+    settings = policy.dtensor_cfg
+    sizes = {key: getattr(settings, key) for key in ("context_parallel_size", "pipeline_parallel_size")}
+    divided = [f"policy.dtensor_cfg.{key}={size}" for key, size in sizes.items() if size > 1]
+    if divided and getattr(config, "output_router_logits", False):
+        raise ConfigError(
+            f"the model has output_router_logits=true, and the loss of its routers needs all layers and whole rows in "
+            f"each worker, but {divided[0]}. Set policy.hf_config_overrides.output_router_logits=false, or the size to "
+            "1",
+            key="output_router_logits",
+        )
 
 
 def _check_rope(policy: PolicyConfig, config: Any) -> None:

@@ -6,32 +6,38 @@ shard). Which file counts is never left to the order of a listing.
     with model.safetensors.index.json      each weight from the file that the index names; other files are not opened
     without                                all files; the same weight in two of them is an error
 
-Called by `build`, on all workers; each reads only its own part of a divided weight.
+Names and forms may be those of published folders (`stored_form`). Called by `build`, on all workers; each reads only
+its own part of a divided weight.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import re
-from collections.abc import Mapping
-from itertools import groupby
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from raylane.errors import CheckpointError
+from raylane.training.model.lora import stored_weights
+from raylane.training.model.stored_form import WeightSources, read_sources
 from raylane.training.parallel.sharded import own_part
 
 INDEX = "model.safetensors.index.json"
 """Name of the index: https://huggingface.co/docs/transformers/big_models"""
 _SINGLE = "model.safetensors"
 _AGAIN = "Copy or download the folder again"
+_DTYPES = ("F64", "F32", "F16", "BF16")
+"""Data types that are read: https://github.com/huggingface/safetensors#format"""
+_QUANTISED = ("_blocks", "_scales", ".qweight", ".weight_scale", "weight_scale_inv")
+"""Ends of names that only quantised models have (MXFP4, GPTQ, compressed tensors, FP8)."""
 
 _log = logging.getLogger(__name__)
 
@@ -108,49 +114,138 @@ def _names(file: Path) -> set[str]:
         raise CheckpointError(f"{file} cannot be read: {error}. {_AGAIN}", path=str(file.parent)) from error
 
 
-def read_weights(parameters: Mapping[str, nn.Parameter], folder: Path, model: str) -> None:
-    """Fill parameters in place, converting data types; `model` names them in errors.
+def read_weights(causal_lm: Any, folder: Path) -> None:
+    """Fill the weights of a model in place from a folder, converting names, forms and data types.
 
     CheckpointError as `weight_files`, and if weights are missing, quantised or of another shape.
     """
-    files = weight_files(folder)
-    missing = sorted(set(parameters) - set(files))
-    if missing:
+    weights, files = stored_weights(causal_lm), weight_files(folder)
+    sources = read_sources(causal_lm, weights, files)
+    _check_sources(type(causal_lm).__name__, folder, weights, sources, files)
+    first_files = {target: min(files[name] for name in _names_of(source)) for target, source in sources.items()}
+    with _OpenFiles() as opened:
+        for target in sorted(sources, key=lambda target: (first_files[target], target)):
+            opened.keep_only({files[name] for name in _names_of(sources[target])})
+            _read(causal_lm, weights[target], sources[target], folder, lambda name: opened.slice(files[name], name))
+
+
+def _names_of(source: WeightSources) -> list[str]:
+    return [name for names in source.names.values() for name in names]
+
+
+class _OpenFiles:
+    """safetensors files that are open now; a context manager that closes them."""
+
+    def __init__(self) -> None:
+        self._open: dict[Path, tuple[ExitStack, Any]] = {}
+
+    def keep_only(self, files: set[Path]) -> None:
+        """Close all other files. Pages of a mapped file count as memory of this process until then."""
+        for file in set(self._open) - files:
+            self._open.pop(file)[0].close()
+
+    def slice(self, file: Path, name: str) -> Any:
+        """Return a weight of a file, of which parts can be read."""
+        if file not in self._open:
+            stack = ExitStack()
+            self._open[file] = (stack, stack.enter_context(safe_open(file, framework="pt")))
+        return self._open[file][1].get_slice(name)
+
+    def __enter__(self) -> _OpenFiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.keep_only(set())
+
+
+def _check_sources(
+    model: str,
+    folder: Path,
+    weights: Mapping[str, Tensor],
+    sources: Mapping[str, WeightSources],
+    files: Mapping[str, Path],
+) -> None:
+    """Raise CheckpointError if weights are missing, or in the folder twice."""
+    if missing := sorted(set(weights) - set(sources)):
         advice = "Set policy.model_name to a folder of this model"
-        separate = any(re.search(r"\.experts\.\d+\.", name) for name in files)
-        if separate and any(".experts." in name for name in missing):
-            advice = (
-                "The folder has a weight for each expert, and transformers keeps the experts of a layer stacked in "
-                "one, which raylane cannot load yet. Use a model without experts"
-            )
+        if any(name.endswith(_QUANTISED) for name in files):
+            advice = "The folder holds a quantised model. Use a model in bfloat16, float16 or float32"
         raise CheckpointError(
-            f"{folder} lacks {len(missing)} of {len(parameters)} weights of {model}, e.g. {missing[:3]}; it holds e.g. "
+            f"{folder} lacks {len(missing)} of {len(weights)} weights of {model}, e.g. {missing[:3]}; it holds e.g. "
             f"{sorted(files)[:3]}. {advice}",
             path=str(folder),
         )
-    for file, names in groupby(sorted(parameters, key=files.__getitem__), files.__getitem__):
-        with safe_open(file, framework="pt") as stored:
-            for name in names:
-                _read(parameters[name], stored.get_slice(name), name, folder)
+    for target, source in sources.items():
+        patterns = [] if source.converter is None else source.converter.source_patterns
+        complete = [name for pattern, names in source.names.items() if pattern not in patterns for name in names]
+        if complete and len(_names_of(source)) > 1:
+            other = next(name for name in _names_of(source) if name != complete[0])
+            raise CheckpointError(
+                f"{folder} holds {target} of {model} twice, as {complete[0]} and as {other}. {_AGAIN}",
+                path=str(folder),
+            )
+        if not source.stacks_experts:
+            continue
+        experts = weights[target].shape[0]
+        counts = {pattern: len(source.names.get(pattern, [])) for pattern in source.converter.source_patterns}
+        if wrong := {pattern: count for pattern, count in counts.items() if count != experts}:
+            pattern, count = next(iter(wrong.items()))
+            raise CheckpointError(
+                f"{folder} holds {count} weights {pattern} for {target} of {model}, which has {experts} experts. "
+                f"{_AGAIN}",
+                path=str(folder),
+            )
 
 
-def _read(parameter: nn.Parameter, stored: Any, name: str, folder: Path) -> None:
-    """Copy this worker's part of one stored weight into a parameter."""
-    if (shape := tuple(stored.get_shape())) != tuple(parameter.shape):
-        raise CheckpointError(
-            f"the weights in {folder} do not fit this model: {name} has shape {list(shape)} in the folder and "
-            f"{list(parameter.shape)} in this run",
-            path=str(folder),
-        )
+def _read(causal_lm: Any, weight: Tensor, source: WeightSources, folder: Path, stored: Callable[[str], Any]) -> None:
+    """Compute this worker's part of one weight from those of the folder, and copy it into place.
+
+    Of stacked experts only those of this worker are read, of a weight that needs no conversion only this worker's part,
+    and of others all.
+    """
+    shape = tuple(weight.shape)
     sizes, starts = shape, (0,) * len(shape)
-    if isinstance(parameter, DTensor):
-        sizes, starts = compute_local_shape_and_global_offset(shape, parameter.device_mesh, parameter.placements)
-    values = stored[tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))]
-    # The numbers of quantised weights need scales, which are not read.
-    if values.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+    if isinstance(weight, DTensor):
+        sizes, starts = compute_local_shape_and_global_offset(shape, weight.device_mesh, weight.placements)
+    own = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
+    if 0 in sizes:  # more workers than rows or experts
+        return
+    part = own if source.converter is None else (...,)
+
+    def values_of(name: str) -> Tensor:
+        of_name = stored(name)
+        # The numbers of quantised weights need scales, which are not read.
+        if of_name.get_dtype() not in _DTYPES:
+            raise CheckpointError(
+                f"{folder} holds a quantised model ({name} is {of_name.get_dtype()}). Use a model in bfloat16, float16 "
+                "or float32",
+                path=str(folder),
+            )
+        if source.converter is None and tuple(of_name.get_shape()) != shape:
+            raise _misfit(folder, name, of_name.get_shape(), shape)
+        values: Tensor = of_name[part] if shape else of_name[...]
+        return values
+
+    try:
+        values = source.convert(causal_lm, values_of, own[0] if own else slice(None))
+    except (RuntimeError, ValueError, IndexError) as error:  # of transformers' operations, for wrong shapes
         raise CheckpointError(
-            f"{folder} holds a quantised model ({name} is {values.dtype}). Use a model in bfloat16, float16 or float32",
+            f"the weights in {folder} do not fit this model: {source.target} cannot be made of "
+            f"{_names_of(source)[:2]}: {error}. {_AGAIN}",
             path=str(folder),
-        )
+        ) from error
+    if source.converter is not None:
+        whole_shape = (*shape[:1], *values.shape[1:]) if source.stacks_experts else tuple(values.shape)
+        if whole_shape != shape:
+            raise _misfit(folder, source.target, whole_shape, shape)
+        values = values[(slice(None), *own[1:]) if source.stacks_experts else own]
     with torch.no_grad():
-        own_part(parameter).copy_(values)
+        own_part(weight).copy_(values)
+
+
+def _misfit(folder: Path, name: str, stored: Sequence[int], shape: Sequence[int]) -> CheckpointError:
+    return CheckpointError(
+        f"the weights in {folder} do not fit this model: {name} has shape {list(stored)} in the folder and "
+        f"{list(shape)} in this run",
+        path=str(folder),
+    )

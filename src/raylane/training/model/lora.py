@@ -213,8 +213,23 @@ def base_parameters(causal_lm: nn.Module) -> dict[str, nn.Parameter]:
     return parameters
 
 
-def merged_weight(name: str, weights: Mapping[str, nn.Parameter], layers: Mapping[str, LoraLinear]) -> Tensor:
-    """Return one of `base_parameters`, with its adapter of `adapted` added in if it has one. Collective.
+def saved_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that belong to the files of a model: state that no gradient changes, whole on every worker."""
+    return {
+        f"{prefix}{key}": buffer
+        for prefix, inner in ((f"{name}." if name else "", inner) for name, inner in module.named_modules())
+        for key, buffer in inner.named_buffers(recurse=False)
+        if key not in inner._non_persistent_buffers_set
+    }
+
+
+def stored_weights(causal_lm: nn.Module) -> dict[str, Tensor]:
+    """Return everything that the files of a model hold, without adapters, by its names in the model."""
+    return {**base_parameters(causal_lm), **saved_buffers(causal_lm)}
+
+
+def merged_weight(name: str, weights: Mapping[str, Tensor], layers: Mapping[str, LoraLinear]) -> Tensor:
+    """Return one of `stored_weights`, with its adapter of `adapted` added in if it has one. Collective.
 
     One at a time: all merged weights together would be a second copy of this worker's part of the model.
     """

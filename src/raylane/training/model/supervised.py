@@ -6,6 +6,7 @@ Made by `build`, called by `step` and `pipeline`. Knows nothing of Ray, data fil
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -31,6 +32,29 @@ class OnHost:
     """A batch in CPU memory. In an object of its own, because FSDP2 moves the tensors of dictionaries to the GPU."""
 
     batch: BatchDict
+
+
+@dataclass(frozen=True)
+class _RouterLoss:
+    """Loss that makes routers use all experts alike, by transformers' own function for the model."""
+
+    function: Callable[..., Tensor]
+    coefficient: float
+    experts: int
+    chosen: int
+    """Number of experts of a token."""
+
+    @classmethod
+    def of(cls, causal_lm: Any) -> _RouterLoss | None:
+        """Return the loss that the configuration of a model asks for with `output_router_logits`, None for none."""
+        function = getattr(sys.modules[type(causal_lm).__module__], "load_balancing_loss_func", None)
+        if function is None or not getattr(causal_lm.config, "output_router_logits", False):
+            return None
+        return cls(function, causal_lm.router_aux_loss_coef, causal_lm.num_experts, causal_lm.num_experts_per_tok)
+
+    def __call__(self, router_logits: tuple[Tensor, ...], tokens: Tensor | None) -> Tensor:
+        """Return the loss of the tokens of rows, bool [B, T] (None: of all), times its coefficient, a scalar."""
+        return self.coefficient * self.function(router_logits, self.experts, self.chosen, tokens)
 
 
 class RunModel(nn.Module):
@@ -68,6 +92,8 @@ class SupervisedModel(RunModel):
         """True if `causal_lm` can compute the hidden states by itself, with transformers' own attention and masks."""
         self.is_reference = False
         """True while `selfcheck` computes whole rows with transformers' own attention."""
+        self._router_loss = _RouterLoss.of(causal_lm)
+        """Loss of the routers of a model with experts, where its configuration asks for it; None for none."""
         self._plans_attention = causal_lm.config._attn_implementation == attention.NAME
 
     def forward(
@@ -106,13 +132,26 @@ class SupervisedModel(RunModel):
         if isinstance(loss_fn, CrossEntropy):
             labels = attention.take_chunks(batch["labels"], chunks)
             supervised = loss_fn.supervised(attention.take_chunks(on_host["labels"], chunks), labels.device)
-            return loss_fn.from_hidden(self._hidden(inputs), labels, self._summed, supervised)
+            if self._router_loss is None or not self.training:
+                return loss_fn.from_hidden(self._hidden(inputs), labels, self._summed, supervised)
+            output = self._base_output(inputs)
+            loss = loss_fn.from_hidden(output.last_hidden_state, labels, self._summed, supervised)
+            # A mean over tokens beside a sum over supervised tokens: multiplied by their number, which the step divides
+            # by. So the loss of a step is the mean of that of its micro-batches, by their supervised tokens.
+            tokens = batch["document_ids"] >= 0 if "document_ids" in batch else None
+            return loss + self._router_loss(output.router_logits, tokens) * supervised.numel()
         logits = self._logits(inputs)
         if self.mesh.tp is not None:
             words = self.causal_lm.get_output_embeddings().weight.shape[0]
             logits = tensor_parallel.whole_vocabulary(logits, self.mesh.tp, words)
         if loss_fn is None:
             return logits
+        if self._router_loss is not None and self.training:
+            raise ConfigError(
+                "output_router_logits=true adds the loss of the routers to cross-entropy only, and this run has "
+                "another loss function. Set policy.hf_config_overrides.output_router_logits=false",
+                key="output_router_logits",
+            )
         # This worker's part of every tensor that has a value for each token.
         tokens = batch["input_ids"].shape
         local = {
@@ -123,8 +162,8 @@ class SupervisedModel(RunModel):
         }
         return loss_fn(logits.float(), BatchDict(local))
 
-    def _hidden(self, inputs: dict[str, Any]) -> Tensor:
-        """Return the output of the last norm, or of the last layer of a stage that has no head."""
+    def _base_output(self, inputs: dict[str, Any]) -> Any:
+        """Return transformers' output of the model without its head."""
         output = self.causal_lm.base_model(**inputs)
         if not hasattr(output, "last_hidden_state"):
             # Llama 4's text model has no `base_model` of its own.
@@ -132,12 +171,18 @@ class SupervisedModel(RunModel):
                 f"{type(self.causal_lm).__name__} cannot be trained: its base model returns no hidden states "
                 f"({type(output).__name__}). Use llama, qwen2, qwen3, gemma or mistral"
             )
-        hidden: Tensor = output.last_hidden_state
+        return output
+
+    def _hidden(self, inputs: dict[str, Any]) -> Tensor:
+        """Return the output of the last norm, or of the last layer of a stage that has no head."""
+        hidden: Tensor = self._base_output(inputs).last_hidden_state
         return hidden
 
     def _logits(self, inputs: dict[str, Any]) -> Tensor:
         """Return the logits of all tokens, of this worker's part of the vocabulary."""
-        logits: Tensor = self.causal_lm(**inputs).logits
+        # Otherwise the class computes the loss of its routers too, without the tokens that count.
+        without = {} if self._router_loss is None else {"output_router_logits": False}
+        logits: Tensor = self.causal_lm(**inputs, **without).logits
         return logits
 
     def _apply_head(self, hidden: Tensor) -> Tensor:
@@ -147,8 +192,14 @@ class SupervisedModel(RunModel):
 
     def _summed(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return the summed cross-entropy of hidden states [N, H] with labels [N], and the number of correct tokens."""
+        config = self.causal_lm.config
         logits = self._apply_head(hidden).float()
-        if (cap := getattr(self.causal_lm.config, "final_logit_softcapping", None)) is not None:
+        # Some classes change the logits after the head: Granite, Cohere, Gemma.
+        if (divisor := getattr(config, "logits_scaling", None)) is not None:
+            logits = logits / divisor
+        if (factor := getattr(config, "logit_scale", None)) is not None:
+            logits = logits * factor
+        if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
             logits = cap * torch.tanh(logits / cap)
         if self.mesh.tp is None:
             loss = F.cross_entropy(logits, labels, reduction="sum")

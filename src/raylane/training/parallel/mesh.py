@@ -203,7 +203,7 @@ def shards_parameters(policy: PolicyConfig, workers: int, num_parameters: int) -
     if policy.megatron_cfg.enabled:
         return False
     # FSDP2 also sums the gradients of the workers that hold the same part of a divided model.
-    if settings.tensor_parallel_size > 1 or settings.pipeline_parallel_size > 1:
+    if max(settings.tensor_parallel_size, settings.pipeline_parallel_size, settings.expert_parallel_size) > 1:
         return True
     if settings.shard_parameters != "auto":
         return settings.shard_parameters == "always"

@@ -65,6 +65,9 @@ def keep_stage(causal_lm: Any, number: int, count: int) -> None:
     if getattr(config, "layer_types", None) is not None:
         config.layer_types = [config.layer_types[i] for i in numbers]
     decoder.config = config
+    if number > 0 and hasattr(decoder, "embedding_multiplier"):
+        # Granite multiplies whatever it gets instead of tokens, and the stage before sends no embedding.
+        decoder.embedding_multiplier = 1.0
     last = number == count - 1
     # A tied head needs the embedding: the last stage then has a copy of it under the same name.
     if number > 0 and not (last and config.tie_word_embeddings):

@@ -25,18 +25,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
     PrepareModuleInput,
+    PrepareModuleInputOutput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
 )
 
 from raylane.errors import ConfigError
+from raylane.training.config.model_types import MODEL_TYPES
 from raylane.training.labels import IGNORED
 
 _COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
@@ -51,17 +53,24 @@ _NORMS = (
 )
 
 
+def expert_block(modules: Iterable[str]) -> str | None:
+    """Return the name of the module that holds the experts and the router of a decoder layer; None without experts."""
+    return next((name.removesuffix(".experts") for name in modules if name.endswith(".experts")), None)
+
+
 def plan(modules: Iterable[str]) -> dict[str, str]:
     """Return the treatment of each module of a decoder layer that has parameters, by its name in the layer.
 
-    `columns`, `rows`, `head_norm`, `norm`, or `whole` for a module that is not divided. Raises ConfigError for a module
-    that no plan knows.
+    `columns`, `rows`, `head_norm`, `norm`, `heads` for a module whose own parameters have a number for each head, or
+    `whole` for a module that is not divided: every worker computes all experts of whole rows, and their router. Raises
+    ConfigError for a module that no plan knows.
     """
     known = {
         **dict.fromkeys(_COLUMNS, "columns"),
         **dict.fromkeys(ROWS, "rows"),
         **dict.fromkeys(_HEAD_NORMS, "head_norm"),
         **dict.fromkeys(_NORMS, "norm"),
+        "self_attn": "heads",  # attention sinks (gpt-oss)
         # Adapters (`lora.LoraLinear`), whose inner size is never divided. Of columns, every worker computes the whole
         # inner values and its own columns of the output. Of rows, every worker has its own part of the input, and the
         # output has whole tokens or, like that of norms, divided ones.
@@ -73,22 +82,26 @@ def plan(modules: Iterable[str]) -> dict[str, str]:
         **{f"{name}.lora_B": "norm" for name in ROWS},
     }
     names = list(modules)
+    known |= {name: "whole" for name in names if (block := expert_block(names)) and name.startswith(f"{block}.")}
     if unknown := [name for name in names if name not in known]:
         raise ConfigError(
             f"policy.dtensor_cfg.tensor_parallel_size is above 1, but raylane does not know how to divide {unknown[0]} "
             f"of this model ({len(unknown)} such modules in a layer). Use tensor_parallel_size=1, or a model of type "
-            "llama, qwen2, qwen3, gemma, gemma2, gemma3_text or mistral"
+            f"{', '.join(name for name, of_type in MODEL_TYPES.items() if of_type.tensors)}"
         )
     return {name: known[name] for name in names}
 
 
-def apply(causal_lm: Any, mesh: DeviceMesh, sequence_parallel: bool) -> None:
+def apply(causal_lm: Any, mesh: DeviceMesh, sequence_parallel: bool) -> bool:
     """Divide the parameters of a model (or of a pipeline stage) in place. Collective over `mesh`.
 
-    Afterwards the last norm returns whole rows, and the output head returns its own part of the vocabulary.
+    Afterwards the last norm returns whole rows, and the output head returns its own part of the vocabulary. Returns
+    True if layers can still compute with transformers' own attention: they get whole rows, and hold no attention sinks,
+    of which that attention would take those of all heads.
     """
     # Read before the modules are divided, which removes the tie.
     tied = causal_lm.config.tie_word_embeddings
+    has_sinks = False
     between = Shard(1) if sequence_parallel else Replicate()
     styles: dict[str, ParallelStyle] = {
         "columns": ColwiseParallel(),
@@ -103,25 +116,47 @@ def apply(causal_lm: Any, mesh: DeviceMesh, sequence_parallel: bool) -> None:
         with_parameters = [name for name, module in layer.named_modules() if list(module.parameters(recurse=False))]
         treatment = plan(with_parameters)
         # Without sequence parallelism the norms see whole rows on every worker, so plain weights get whole gradients.
-        plain = ("whole",) if sequence_parallel else ("whole", "norm")
+        plain = ("whole", "heads") if sequence_parallel else ("whole", "heads", "norm")
         divided = {name: styles[how] for name, how in treatment.items() if how not in plain}
         if sequence_parallel:
-            divided["mlp"] = PrepareModuleInput(
-                input_layouts=Shard(1), desired_input_layouts=Replicate(), use_local_output=True
-            )
+            whole_rows_in: dict[str, Any] = {"input_layouts": Shard(1), "desired_input_layouts": Replicate()}
+            if block := expert_block(with_parameters):
+                # The result is whole too, and each worker keeps its part.
+                divided[block] = PrepareModuleInputOutput(
+                    **whole_rows_in,
+                    use_local_input=True,
+                    output_layouts=Replicate(),
+                    desired_output_layouts=Shard(1),
+                    use_local_output=True,
+                )
+            else:
+                divided["mlp"] = PrepareModuleInput(**whole_rows_in, use_local_output=True)
             divided["self_attn"] = PrepareModuleInput(
                 input_kwarg_layouts={"hidden_states": Shard(1)},
                 desired_input_kwarg_layouts={"hidden_states": Replicate()},
                 use_local_output=True,
             )
         parallelize_module(layer, mesh, divided)
+        for name in (name for name, how in treatment.items() if how == "heads"):
+            _divide_heads(layer.get_submodule(name), mesh)
+            has_sinks = True
     if decoder.embed_tokens is not None:
         parallelize_module(
             decoder.embed_tokens, mesh, RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
         )
-    head = causal_lm.get_output_embeddings()
-    if head is None:
-        return
+    if (head := causal_lm.get_output_embeddings()) is not None:
+        _divide_head(decoder, head, mesh, sequence_parallel, tied)
+    return not sequence_parallel and not has_sinks
+
+
+def _divide_heads(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Divide the own parameters of a module, which have a number for each attention head."""
+    for key, parameter in list(module.named_parameters(recurse=False)):
+        module.register_parameter(key, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)])))
+
+
+def _divide_head(decoder: Any, head: Any, mesh: DeviceMesh, sequence_parallel: bool, tied: bool) -> None:
+    """Divide the vocabulary of the output head, and make the last norm return whole rows."""
     if sequence_parallel:
         parallelize_module(decoder.norm, mesh, SequenceParallel(use_local_output=True))
 

@@ -1,7 +1,7 @@
 """Weights of a run that readers take while it trains (`policy.publish_weights`).
 
-One object for each rank, over the parts of weights that this rank holds. Names are those of the Hugging Face folder
-(`checkpoint.export`), so a plain Hugging Face model of the same configuration can subscribe. Called by `worker`.
+One object for each rank, over the parts of weights that this rank holds. Names are those of the parameters
+of transformers' model, so a plain Hugging Face model of the same configuration can subscribe. Called by `worker`.
 """
 
 from __future__ import annotations
