@@ -7,6 +7,7 @@ packed, it has four rows of 256 tokens. raylane runs as a user would run it: a d
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import resource
@@ -30,7 +31,7 @@ STEPS, QUICK_STEPS = 40, 3
 WARM_STEPS = 5
 """Steps at the start that are not timed."""
 ROUNDS = 3
-LEARNING_RATE = 1e-3
+LEARNING_RATE = 1e-4
 
 
 def contenders() -> list[str]:
@@ -167,6 +168,25 @@ def _run_raylane(document: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _batch(chosen: Sequence[Mapping[str, Any]], packed: bool) -> dict[str, Any]:
+    """Return rows as one batch of tensors, int64 [B, T], padded to the longest."""
+    import torch
+
+    length = max(len(row["input_ids"]) for row in chosen)
+
+    def padded(key: str, filler: int) -> Any:
+        return torch.tensor([[*row[key], *[filler] * (length - len(row[key]))] for row in chosen])
+
+    batch = {"input_ids": padded("input_ids", 0), "labels": padded("labels", -100)}
+    if packed:  # without a mask, transformers keeps packed documents apart by their positions
+        batch["position_ids"] = padded("position_ids", 0)
+    else:
+        batch["attention_mask"] = torch.tensor(
+            [[1] * len(row["input_ids"]) + [0] * (length - len(row["input_ids"])) for row in chosen]
+        )
+    return batch
+
+
 def _run_peer(name: str, folder: Path, layout: str, document: dict[str, Any]) -> dict[str, Any]:
     import torch
     from torch.utils.data import SequentialSampler
@@ -186,21 +206,6 @@ def _run_peer(name: str, folder: Path, layout: str, document: dict[str, Any]) ->
         def on_log(self, _args: Any, _state: Any, _control: Any, logs: Any = None, **__: Any) -> None:
             if logs and "loss" in logs:
                 losses.append(logs["loss"])
-
-    def collate(chosen: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        length = max(len(row["input_ids"]) for row in chosen)
-
-        def padded(key: str, filler: int) -> Any:
-            return torch.tensor([[*row[key], *[filler] * (length - len(row[key]))] for row in chosen])
-
-        batch = {"input_ids": padded("input_ids", 0), "labels": padded("labels", -100)}
-        if packed:  # without a mask, transformers keeps packed documents apart by their positions
-            batch["position_ids"] = padded("position_ids", 0)
-        else:
-            batch["attention_mask"] = torch.tensor(
-                [[1] * len(row["input_ids"]) + [0] * (length - len(row["input_ids"])) for row in chosen]
-            )
-        return batch
 
     settings = policy["optimizer"]["kwargs"]
     options = {
@@ -224,7 +229,7 @@ def _run_peer(name: str, folder: Path, layout: str, document: dict[str, Any]) ->
         "dataloader_pin_memory": False,
     }
     model: Any = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32, attn_implementation="sdpa")
-    common = {"model": model, "data_collator": collate, "callbacks": [Times()]}
+    common = {"model": model, "data_collator": functools.partial(_batch, packed=packed), "callbacks": [Times()]}
     base: Any = Trainer
     if name == TRL:
         import datasets
@@ -271,7 +276,8 @@ class _WorkerMemory(threading.Thread):
                     fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
                 except OSError:
                     continue  # the process has ended
-                if "SftWorker" in fields["Name"] and "VmHWM" in fields:
+                name = fields["Name"].strip()
+                if name.startswith("ray::") and "IDLE" not in name and "VmHWM" in fields:
                     self._peaks_kb[status.parent.name] = int(fields["VmHWM"].split()[0])
 
     def end(self) -> int:
