@@ -45,25 +45,19 @@ def run(*, quick: bool, layouts: Sequence[str] = LAYOUTS) -> list[dict[str, Any]
     records = []
     for layout in layouts:
         with tempfile.TemporaryDirectory() as folder:
-            _prepare(Path(folder), layout, steps)
+            write_run(Path(folder), layout, steps)
             for number in range(rounds):
                 # The order changes, so that nobody always follows the same contender.
                 names = contenders()
                 for name in names if number % 2 == 0 else names[::-1]:
-                    records.append(
-                        {"case": f"peers-{layout}", "contender": name, "round": number, **_train(folder, name)}
-                    )
+                    command = [sys.executable, "-m", "raylane.bench.sft_peers", folder, name]
+                    done = subprocess.run(command, check=False, capture_output=True, text=True)
+                    if done.returncode:
+                        raise RuntimeError(f"{name} ended with status {done.returncode}: {done.stderr[-2000:]}")
+                    # Libraries print to the same stream before.
+                    measured = json.loads(done.stdout.splitlines()[-1])
+                    records.append({"case": f"peers-{layout}", "contender": name, "round": number, **measured})
     return records
-
-
-def _train(folder: str, name: str) -> dict[str, Any]:
-    """Let a process train; return what it has measured."""
-    command = [sys.executable, "-m", "raylane.bench.sft_peers", folder, name]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{name} ended with status {done.returncode}: {done.stderr[-2000:]}")
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
 
 
 def table(records: Sequence[Mapping[str, Any]]) -> str:
@@ -90,10 +84,7 @@ def table(records: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-# Parts of the above
-
-
-def _document(folder: Path, layout: str, steps: int) -> dict[str, Any]:
+def run_document(folder: Path, layout: str, steps: int) -> dict[str, Any]:
     """Return the configuration of a run on the data and the model in `folder`."""
     packed = layout == "packed"
     return {
@@ -116,7 +107,7 @@ def _document(folder: Path, layout: str, steps: int) -> dict[str, Any]:
     }
 
 
-def _prepare(folder: Path, layout: str, steps: int) -> None:
+def write_run(folder: Path, layout: str, steps: int) -> None:
     """Write the conversations, the model, and the rows of each step as the other contenders get them."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -136,7 +127,7 @@ def _prepare(folder: Path, layout: str, steps: int) -> None:
     model.save_pretrained(folder / "model")
     for file in prepared.tokenizer_dir.iterdir():
         (folder / "model" / file.name).write_bytes(file.read_bytes())
-    document = _document(folder, layout, steps)
+    document = run_document(folder, layout, steps)
     (folder / "run.json").write_text(json.dumps({"layout": layout, "document": document}))
     config = build_config(document)
     rows = open_training_rows(prepare(config), config)
@@ -152,7 +143,8 @@ def _prepare(folder: Path, layout: str, steps: int) -> None:
     (folder / "rows.json").write_text(json.dumps(documents))
 
 
-def _run_raylane(document: dict[str, Any]) -> dict[str, Any]:
+def run_raylane(document: dict[str, Any]) -> dict[str, Any]:
+    """Train by raylane; return loss, end in seconds and tokens of each step."""
     from raylane.sft.config.load import build_config
     from raylane.sft.run import trainer
 
@@ -187,7 +179,8 @@ def _batch(chosen: Sequence[Mapping[str, Any]], packed: bool) -> dict[str, Any]:
     return batch
 
 
-def _run_peer(name: str, folder: Path, layout: str, document: dict[str, Any]) -> dict[str, Any]:
+def run_peer(name: str, folder: Path, layout: str, document: dict[str, Any]) -> dict[str, Any]:
+    """Train by another trainer on the rows in `folder`; return the same as `run_raylane`."""
     import torch
     from torch.utils.data import SequentialSampler
     from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback, TrainingArguments
@@ -292,10 +285,10 @@ def main(folder: str, name: str) -> None:
     spec = json.loads((Path(folder) / "run.json").read_text())
     if name == RAYLANE:
         watch = _WorkerMemory()
-        result = _run_raylane(spec["document"])
+        result = run_raylane(spec["document"])
         others_kb = watch.end()
     else:
-        result = _run_peer(name, Path(folder), spec["layout"], spec["document"])
+        result = run_peer(name, Path(folder), spec["layout"], spec["document"])
         others_kb = 0
     warm = min(WARM_STEPS, len(result["ends_s"]) // 2)
     seconds = result["ends_s"][-1] - result["ends_s"][warm - 1]

@@ -111,6 +111,7 @@ class RowReader:
                 return None
             record = parse_line(line, where)
         else:
+            # Not where the row is JSON: a null of a call's argument may mean something there.
             # Tables have a value for each column of a row: what the row lacks is none.
             record = {name: _without_nulls(values[index]) for name, values in columns.items()}
             record = {name: value for name, value in record.items() if value is not None}
@@ -235,6 +236,7 @@ class RowEncoder:
 def _table(documents: Sequence[_Document]) -> Any:
     import pyarrow as pa
 
+    # Lists are made of one array each: to convert them one by one would take longer than to tokenise.
     lengths = [len(document.tokens) for document in documents]
     offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
 

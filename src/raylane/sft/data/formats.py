@@ -73,28 +73,27 @@ def formatted(row: Mapping[str, Any], keys: ColumnKeys, where: str) -> Formatted
     for columns, convert in _BY_COLUMNS:
         if all(row.get(column) is not None for column in columns):
             return convert(row, where)
-    raise DataError(f"{where}: {_unknown(row, keys)}", keys=sorted(row))
-
-
-def _unknown(row: Mapping[str, Any], keys: ColumnKeys) -> str:
+    close = difflib.get_close_matches(keys.messages, row, n=1)
     if "chosen" in row and "rejected" in row:
-        return (
+        told = (
             "'chosen' and 'rejected' are a choice between two answers, and raylane trains on one. Write the chosen one "
             f"as {keys.messages!r}"
         )
-    close = difflib.get_close_matches(keys.messages, row, n=1)
-    if close:
-        return f"no key {keys.messages!r} among {sorted(row)}; set data.messages_key={close[0]}"
-    return (
-        f"no known layout has the keys {sorted(row)}. Known are {keys.messages!r}, 'conversations', 'prompt' with "
-        "'completion', 'question' with 'answer', 'instruction' with 'output', and 'text'. Write "
-        '{"messages": [{"role": ..., "content": ...}]}, or set data.input_key and data.output_key to the keys of '
-        "question and answer"
-    )
+    elif close:
+        told = f"no key {keys.messages!r} among {sorted(row)}; set data.messages_key={close[0]}"
+    else:
+        told = (
+            f"no known layout has the keys {sorted(row)}. Known are {keys.messages!r}, 'conversations', 'prompt' with "
+            "'completion', 'question' with 'answer', 'instruction' with 'output', and 'text'. Write "
+            '{"messages": [{"role": ..., "content": ...}]}, or set data.input_key and data.output_key to the keys of '
+            "question and answer"
+        )
+    raise DataError(f"{where}: {told}", keys=sorted(row))
 
 
 def _as_messages(row: Mapping[str, Any], key: str) -> FormattedRow:
     messages = row[key]
+    # `functions` too: `messages` refuses the old form of tools by name.
     used = {key, "tools", "functions"}
     if not (isinstance(messages, list) and any(isinstance(turn, dict) and "from" in turn for turn in messages)):
         return FormattedRow(MESSAGES, frozenset(used), messages)
@@ -108,17 +107,15 @@ def _turn(turn: Any) -> Any:
     source, value = turn["from"], turn["value"]
     rest = {key: item for key, item in turn.items() if key not in ("from", "value")}
     message = {**rest, "role": _SHAREGPT_ROLES.get(str(source), source), "content": value}
+    # LLaMA-Factory writes a call as the text of its name and arguments.
     if source == "function_call":
         try:
             call = json.loads(value)
         except (TypeError, ValueError, RecursionError):
             call = value  # is refused as a call
-        return {**message, "content": None, "tool_calls": [{"function": one} for one in _listed(call)]}
+        calls = call if isinstance(call, list) else [call]
+        return {**message, "content": None, "tool_calls": [{"function": function} for function in calls]}
     return message
-
-
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
 
 
 def _system(row: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -155,15 +152,13 @@ def _as_completion(row: Mapping[str, Any], where: str) -> FormattedRow:
     used = frozenset({"prompt", "completion", "tools", "functions"})
     if isinstance(prompt, list) and isinstance(completion, list):
         # Only the completion is learned.
-        context = [_context(message) for message in prompt]
+        context = [
+            {**message, "weight": 0} if isinstance(message, dict) and message.get("role") == "assistant" else message
+            for message in prompt
+        ]
         return FormattedRow(COMPLETION, used, [*context, *completion])
     texts = _text(row, "prompt", where), _text(row, "completion", where)
     return FormattedRow(COMPLETION, used, _question_and_answer(*texts))
-
-
-def _context(message: Any) -> Any:
-    is_answer = isinstance(message, dict) and message.get("role") == "assistant"
-    return {**message, "weight": 0} if is_answer else message
 
 
 def _alpaca(answer: str) -> Callable[[Mapping[str, Any], str], FormattedRow]:
@@ -172,7 +167,11 @@ def _alpaca(answer: str) -> Callable[[Mapping[str, Any], str], FormattedRow]:
         inputs = [_text(row, key, where) for key in ("input", "context") if row.get(key)]
         question = "\n\n".join([_text(row, "instruction", where), *(text for text in inputs if text.strip())])
         history = row.get("history") or []
-        if not isinstance(history, list) or any(not _is_two_texts(turn) for turn in history):
+        # Pairs of texts, as data for chat models of 2023 has them.
+        if not isinstance(history, list) or any(
+            not isinstance(turn, Sequence) or len(turn) != 2 or not all(isinstance(text, str) for text in turn)
+            for turn in history
+        ):
             raise DataError(
                 f"{where}: 'history' must be a list of questions with their answers, [[question, answer], ...], got "
                 f"{str(history)[:60]!r}"
@@ -183,14 +182,6 @@ def _alpaca(answer: str) -> Callable[[Mapping[str, Any], str], FormattedRow]:
         return FormattedRow(ALPACA, used, [*_system(row), *before, *asked])
 
     return convert
-
-
-def _is_two_texts(turn: Any) -> bool:
-    return isinstance(turn, Sequence) and len(turn) == 2 and all(isinstance(text, str) for text in turn)
-
-
-def _as_text(row: Mapping[str, Any], where: str) -> FormattedRow:
-    return FormattedRow(TEXT, frozenset({"text"}), text=_text(row, "text", where))
 
 
 def _text(row: Mapping[str, Any], key: str, where: str) -> str:
@@ -204,6 +195,6 @@ _BY_COLUMNS: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, Any], str], For
     (("prompt", "completion"), _as_completion),
     *((("instruction", answer), _alpaca(answer)) for answer in _ANSWERS),
     *((columns, _usual_pair(columns)) for columns in _PAIRS),
-    (("text",), _as_text),
+    (("text",), lambda row, where: FormattedRow(TEXT, frozenset({"text"}), text=_text(row, "text", where))),
 )
 """Columns that a layout needs, and its conversion; the first one that fits counts."""

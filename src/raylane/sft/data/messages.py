@@ -115,7 +115,12 @@ def conversation_of(
             weights.append(weight != 0)
     texts = [(message["role"], message["content"]) for message in parsed]
     _refuse_unused(rest, texts, row.layout in (PAIR, ALPACA, COMPLETION), where)
-    return Conversation(where, parsed, _tools(record.get("tools"), where), tuple(weights), layout=row.layout)
+    tools = record.get("tools")
+    if not (tools.strip() if isinstance(tools, str) else tools):
+        tools = []
+    if not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise DataError(f"{where}: 'tools' must be a list of tool descriptions (objects), got {str(tools)[:60]!r}")
+    return Conversation(where, parsed, tuple(tools) or None, tuple(weights), layout=row.layout)
 
 
 def _with_lists(record: Mapping[str, Any], names: Iterable[str], where: str) -> dict[str, Any]:
@@ -130,14 +135,6 @@ def _with_lists(record: Mapping[str, Any], names: Iterable[str], where: str) -> 
                 raise DataError(f"{where}: {name!r} is a text that is not JSON ({error}). Correct it") from error
             refuse_deep(lists[name], where)
     return {**record, **lists}
-
-
-def _tools(tools: Any, where: str) -> tuple[dict[str, Any], ...] | None:
-    if not (tools.strip() if isinstance(tools, str) else tools):
-        return None
-    if not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise DataError(f"{where}: 'tools' must be a list of tool descriptions (objects), got {str(tools)[:60]!r}")
-    return tuple(tools)
 
 
 def _refuse_unused(rest: Mapping[str, Any], texts: Sequence[tuple[str, str]], is_pair: bool, where: str) -> None:

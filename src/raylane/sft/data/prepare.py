@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,11 +83,12 @@ def _cache_key(config: RunConfig, content: str) -> str:
     data, tokenizer = config.data, config.policy.tokenizer
     folder = _tokenizer_folder(config)
     names = ("*.json", "*.jinja", "*.model", "*.txt")  # files of a tokenizer; weights would take minutes to hash
+    files = [] if folder is None else sorted(file for name in names for file in Path(folder).glob(name))
     depends = {
         "format": FORMAT,
         "sources": content,
         "num_train_files": len(data.train),
-        "tokenizer": None if folder is None else _files_digest(p for n in names for p in Path(folder).glob(n)),
+        "tokenizer": [sources.file_digest(file).hex() for file in files],
         "train_vocab_size": tokenizer.train_vocab_size,
         "template": template_text(tokenizer.chat_template),
         "template_choice": tokenizer.chat_template in ("chatml", "llama3"),
@@ -115,10 +116,6 @@ def _tokenizer_folder(config: RunConfig) -> str | None:
     if config.policy.tokenizer.train_vocab_size is not None:
         return None
     return config.policy.tokenizer.name or config.policy.model_name
-
-
-def _files_digest(files: Iterable[Path]) -> str:
-    return hashlib.sha256(b"".join(map(sources.file_digest, sorted(files)))).hexdigest()
 
 
 def _build(config: RunConfig, folder: Path, content: str) -> None:

@@ -44,6 +44,7 @@ _COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bz2", 
 """First bytes of compressed files, and fsspec's name of the compression."""
 
 _COMPRESSED_SUFFIXES = (".gz", ".zst", ".bz2", ".xz")
+_DATA_SUFFIXES = {".json", ".jsonl", ".csv", ".tsv", ".txt", ".parquet", ".arrow", *_COMPRESSED_SUFFIXES}
 
 
 class FileKind(NamedTuple):
@@ -112,7 +113,8 @@ def files_of(source: DataSource) -> list[Place]:
             return [place]
     except OSError as error:
         raise _unreadable(source.path, error) from error
-    if not _is_name(source.path):
+    # A name on the hub looks like a relative path, and has no suffix of data.
+    if not _NAME.fullmatch(source.path) or Path(source.path).suffix in _DATA_SUFFIXES:
         raise DataError(
             f"cannot read data file {source.path}: No such file or folder. Check data.train and data.validation",
             path=source.path,
@@ -132,11 +134,6 @@ def _globbed(place: Place) -> list[Place]:
     return [storage.at(name) for name in names]
 
 
-def _is_name(path: str) -> bool:
-    """Return True if a path, at which nothing lies, may be the name of a data set on the hub."""
-    return bool(_NAME.fullmatch(path)) and Path(path).suffix not in (".json", ".jsonl", ".gz", ".zst", *_BY_SUFFIX)
-
-
 def digest(sources: Iterable[DataSource]) -> str:
     """Return a hash of the contents of sources, in this order; DataError if one cannot be read."""
     whole = hashlib.sha256()
@@ -147,7 +144,13 @@ def digest(sources: Iterable[DataSource]) -> str:
             files = sorted(path for path in place.rglob("*") if path.is_file())
             whole.update(f"{source.subset} {source.split} {[str(file) for file in files]}".encode())
         elif not files:
-            whole.update(_hub_digest(source).encode())
+            with _reading(source.path):
+                from datasets import load_dataset_builder
+
+                _require_hub(source.path)
+                builder = load_dataset_builder(source.path, source.subset)
+                # Both change with the revision on the hub.
+                whole.update(f"{builder.cache_dir} {builder.config.data_files} {source.split}".encode())
         for file in files:
             whole.update(file_digest(file))  # first: it refuses what cannot be read twice
             whole.update(_kind_at(file).name.encode())
@@ -165,15 +168,6 @@ def file_digest(file: Place) -> bytes:
             return hashlib.file_digest(cast("Any", opened), "sha256").digest()
     except OSError as error:
         raise _unreadable(file, error) from error
-
-
-def _hub_digest(source: DataSource) -> str:
-    with _reading(source.path):
-        from datasets import load_dataset_builder
-
-        _require_hub(source.path)
-        builder = load_dataset_builder(source.path, source.subset)
-        return f"{builder.cache_dir} {builder.config.data_files} {source.split}"
 
 
 def no_conversation(name: str) -> DataError:
