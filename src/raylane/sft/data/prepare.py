@@ -27,7 +27,7 @@ from raylane.sft.data import sources
 from raylane.sft.data.chat import ChatTokenizer, template_text
 from raylane.sft.data.encoding import COUNTS, RowEncoder, prompt_text, reader_of
 from raylane.sft.data.formats import FORMATS
-from raylane.sft.data.messages import Conversation, is_held_out
+from raylane.sft.data.messages import is_held_out
 from raylane.sft.data.prepared import PREPARED, DataCounts, FileCounts, PreparedData, read_prepared, warnings
 from raylane.sft.data.rows import CACHE_COLUMNS
 from raylane.sft.data.sources import RowTable
@@ -179,30 +179,28 @@ def _tokenizer(config: RunConfig, train: Sequence[RowTable]) -> ChatTokenizer:
     folder = _tokenizer_folder(config)
     if folder is not None:
         return ChatTokenizer.load(folder, settings.chat_template, settings.chat_template_kwargs)
-    texts = (
-        text
-        for table in train
-        for conversation in _conversations(config, table)
-        for text in (conversation.text, *(message["content"] for message in conversation.messages))
-        if text is not None
-    )
-    return ChatTokenizer.train(texts, settings)
 
+    def texts() -> Iterator[str]:
+        fraction = config.data.validation_fraction
+        for table in train:
+            reader, row = reader_of(config.data, table.places, table.kind.is_json), table.places[0].first
+            for batch in table.rows.iter(1000):
+                for at in range(len(next(iter(batch.values())))):
+                    try:
+                        conversation = reader.conversation(batch, at, row + at)
+                    except DataError:
+                        if config.data.on_bad_row == "stop":
+                            raise
+                        continue
+                    # Text that is held out must not shape the tokenizer.
+                    if conversation is None or is_held_out(conversation.digest(), fraction):
+                        continue
+                    yield from (message["content"] for message in conversation.messages)
+                    if conversation.text is not None:
+                        yield conversation.text
+                row += at + 1
 
-def _conversations(config: RunConfig, table: RowTable) -> Iterator[Conversation]:
-    """Yield the conversations of a source that are trained on."""
-    reader, first = reader_of(config.data, table.places, table.kind.is_json), table.places[0].first
-    for batch in table.rows.iter(1000):
-        for at in range(len(next(iter(batch.values())))):
-            try:
-                conversation = reader.conversation(batch, at, first)
-            except DataError:
-                if config.data.on_bad_row == "stop":
-                    raise
-                conversation = None
-            first += 1
-            if conversation is not None and not is_held_out(conversation.digest(), config.data.validation_fraction):
-                yield conversation
+    return ChatTokenizer.train(texts(), settings)
 
 
 @dataclass

@@ -108,7 +108,15 @@ def files_of(source: DataSource) -> list[Place]:
         if isinstance(place, Path) and (place.is_dir() or place.exists()):
             return [] if place.is_dir() else [place]
         if _GLOB.search(source.path):
-            return _globbed(place)
+            if isinstance(place, Url):
+                files = storage.filesystem(place)
+                with storage.os_errors(place):
+                    names = [str(files.unstrip_protocol(name)) for name in files.glob(place.text)]
+            else:
+                names = [name for name in glob.glob(str(place), recursive=True) if not os.path.isdir(name)]
+            if not names:
+                raise DataError(f"no file matches {place}. Check data.train and data.validation", path=str(place))
+            return [storage.at(name) for name in sorted(names)]
         if isinstance(place, Url):
             return [place]
     except OSError as error:
@@ -120,18 +128,6 @@ def files_of(source: DataSource) -> list[Place]:
             path=source.path,
         )
     return []
-
-
-def _globbed(place: Place) -> list[Place]:
-    if isinstance(place, Url):
-        with storage.os_errors(place):
-            files = storage.filesystem(place)
-            names = [str(files.unstrip_protocol(name)) for name in sorted(cast("list[str]", files.glob(place.text)))]
-    else:
-        names = sorted(name for name in glob.glob(str(place), recursive=True) if not os.path.isdir(name))
-    if not names:
-        raise DataError(f"no file matches {place}. Check data.train and data.validation", path=str(place))
-    return [storage.at(name) for name in names]
 
 
 def digest(sources: Iterable[DataSource]) -> str:
