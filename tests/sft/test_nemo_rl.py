@@ -93,7 +93,7 @@ def test_mandatory_value_that_is_missing_is_named(own_file: Path) -> None:
         ({"checkpointing": {"is_peft": True}}, r"set policy\.dtensor_cfg\.lora_cfg instead"),
         ({"policy": {"dtensor_cfg": {"automodel_kwargs": {"backend": {}}}}}, "loaded by transformers"),
         ({"policy": {"megatron_cfg": {"enabled": True, "fp8_cfg": {"enabled": True}}}}, "fp8 is not supported"),
-        ({"policy": {"megatron_cfg": {"enabled": True, "expert_model_parallel_size": 2}}}, "only dense models"),
+        ({"policy": {"megatron_cfg": {"enabled": True, "expert_model_parallel_size": 2}}}, "have no experts here"),
         (
             {"policy": {"megatron_cfg": {"enabled": True, "peft": {"enabled": True, "target_modules": ["mixer"]}}}},
             "its layers have no equal",
