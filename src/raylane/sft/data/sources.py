@@ -70,6 +70,8 @@ CSV = FileKind("CSV", "csv", {**_CSV_OPTIONS, "sep": ","})
 TSV = FileKind("TSV", "csv", {**_CSV_OPTIONS, "sep": "\t"})
 PARQUET = FileKind("Parquet", "parquet", {})
 ARROW = FileKind("Arrow", "arrow", {})
+DATA_SET = FileKind("data set", "", {})
+"""Folder, or data set of the hub, whose files `datasets` finds itself."""
 _BY_HEAD = {b"PAR1": PARQUET, b"ARROW1": ARROW, b"\xff\xff\xff\xff": ARROW}
 _BY_SUFFIX = {".csv": CSV, ".tsv": TSV, ".txt": TEXT, ".parquet": PARQUET, ".arrow": ARROW}
 _REFUSED_HEADS = {b"PK\x03\x04": ("a zip archive", "Unpack it"), b"\x89HDF": ("an HDF5 file", "Convert it to Parquet")}
@@ -204,8 +206,8 @@ def tables(sources: Sequence[DataSource], default_split: str, folder: Path) -> I
             table = _file_table(files, first, folder)
         else:
             with _reading(source.path):
-                rows = _set_rows(source, source.split or default_split)
-            table = RowTable(rows, PARQUET, (FilePlace(source.path, first, False),))
+                rows = _set_rows(source, source.split or default_split, folder)
+            table = RowTable(rows, DATA_SET, (FilePlace(source.path, first, False),))
         first += len(table.rows)
         yield table
 
@@ -300,8 +302,8 @@ def _items(rows: Dataset, file: Place) -> Dataset:
     return Rows.from_dict({"text": [json.dumps(item) for item in items]})
 
 
-def _set_rows(source: DataSource, split: str) -> Dataset:
-    """Return one split of a folder or of a data set of the hub."""
+def _set_rows(source: DataSource, split: str, cache: Path) -> Dataset:
+    """Return one split of a folder or of a data set of the hub; a folder is read by way of `cache`."""
     from datasets import Dataset as Rows
     from datasets import load_dataset, load_from_disk
 
@@ -311,7 +313,7 @@ def _set_rows(source: DataSource, split: str) -> Dataset:
     else:
         if not folder.is_dir():
             _require_hub(source.path)
-        stored = load_dataset(source.path, source.subset)
+        stored = load_dataset(source.path, source.subset, cache_dir=str(cache) if folder.is_dir() else None)
     if isinstance(stored, Rows):
         return stored
     if split not in stored:
