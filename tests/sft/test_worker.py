@@ -28,7 +28,7 @@ from raylane.sft.data.mixing import open_rows
 from raylane.sft.data.prepare import prepare
 from raylane.sft.run import selfcheck
 from raylane.training.checkpoint import state as state_module
-from raylane.training.model import attention, build
+from raylane.training.model import attention
 from raylane.training.model.loss import CrossEntropy
 from sft import tiny_run
 
@@ -312,8 +312,8 @@ def test_a_folder_that_does_not_fit_is_refused_by_name(worker, folder, tmp_path)
     model.config.save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match=r"holds no .safetensors file"):
         start(worker, folder, changes)
-    model.model.save_pretrained(tmp_path)  # the same weights under other names
-    model.config.save_pretrained(tmp_path)
+    renamed = {f"inner.{name}": values.contiguous() for name, values in model.model.state_dict().items()}
+    save_file(renamed, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"lacks \d+ of \d+ weights of Qwen3ForCausalLM, e.g. \['model.embed"):
         start(worker, folder, changes)
 
@@ -343,7 +343,7 @@ def test_quantised_weights_are_refused(worker, folder, tmp_path):
         tensors = {name: tensor.to(torch.float8_e4m3fn) for name, tensor in load_file(path).items()}
         save_file(tensors, path)
 
-    with pytest.raises(CheckpointError, match=r"a quantised model .*is torch\.float8_e4m3fn"):
+    with pytest.raises(CheckpointError, match=r"a quantised model .*is F8_E4M3"):
         damaged_weights(worker, folder, tmp_path, quantise)
 
 
@@ -522,20 +522,6 @@ def test_evaluation_with_dropout_is_repeatable(worker, folder):
     assert evaluations[0] == evaluations[1]
     trained = [worker.gradients(batch, 2)[0] for _ in range(2)]
     assert trained[0] != trained[1], "dropout is on while training"
-
-
-def test_model_with_state_in_buffers_is_refused(worker, folder, monkeypatch):
-    """Such state would be garbage after loading: only parameters are read and saved."""
-    plain = build._causal_lm
-
-    def with_buffer(*args):
-        made = plain(*args)
-        made.model.layers[0].mlp.register_buffer("correction", torch.zeros(3))
-        return made
-
-    monkeypatch.setattr(build, "_causal_lm", with_buffer)
-    with pytest.raises(ConfigError, match=r"keeps state in buffers \(model\.layers\.0\.mlp\.correction"):
-        start(worker, folder)
 
 
 def test_chunked_cross_entropy_equals_torchs():

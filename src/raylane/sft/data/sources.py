@@ -268,7 +268,7 @@ def _file_rows(file: Place, kind: FileKind, folder: Path) -> Dataset:
         # All cells are text: a column of numbers would be no answer.
         options |= {"names": names, "header": 0, "features": Features(dict.fromkeys(names, Value("string")))}
     if isinstance(file, Url):
-        options["storage_options"] = storage.OPTIONS
+        options["storage_options"] = dict(storage.OPTIONS)  # the library adds to it
     rows = load_dataset(kind.builder, data_files=[name], split="train", cache_dir=str(folder), **options)
     return _items(rows, file) if kind.is_array else rows
 

@@ -134,7 +134,7 @@ def _causal_lm(hf_config: Any, implementation: str) -> Any:
 def _prepare(model: SupervisedModel, policy: PolicyConfig) -> None:
     """Complete layers, add activation checkpointing, and enter training mode."""
     causal_lm = model.causal_lm
-    complete_layers(causal_lm.config.model_type, decoder_layers(causal_lm))
+    complete_layers(causal_lm.config.model_type, lambda: decoder_layers(causal_lm))
     apply_checkpointing(causal_lm, policy.dtensor_cfg.activation_checkpointing)
     model.train()
 

@@ -21,9 +21,9 @@ _DROPPING = ("nemotron", "stablelm")
 _CONVOLUTIONS = ("lfm2", "lfm2_moe")
 
 
-def complete_layers(model_type: str, layers: Iterable[Any]) -> None:
-    """Change the decoder layers of a model of this type in place; most types need nothing."""
-    for layer in layers:
+def complete_layers(model_type: str, layers: Callable[[], Iterable[Any]]) -> None:
+    """Change the decoder layers of a model of this type in place; most types need nothing, nor have such layers."""
+    for layer in layers() if model_type in (*_DROPPING, *_CONVOLUTIONS) else ():
         if model_type in _DROPPING:
             _pass_plan_on(layer)
         if model_type in _CONVOLUTIONS and hasattr(layer, "conv"):
