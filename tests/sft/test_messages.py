@@ -220,3 +220,40 @@ def test_messages_beside_a_system_text_are_refused() -> None:
         parsed_line(json.dumps({"system": "Be brief.", "messages": messages}), "f:1")
     repeated = {"prompt": messages[0]["content"], "messages": messages, "rejected": "a bad answer"}
     assert len(parsed_line(json.dumps(repeated), "f:1").messages) == len(messages)
+
+
+@pytest.mark.parametrize(
+    ("row", "key"),
+    [
+        ({"question": "Which?", "choices": ["alpha one", "beta"], "answer": "B"}, "choices"),
+        ({"question": "Which?", "options": {"A": "alpha", "B": "beta"}, "answer": "B"}, "options"),
+        ({"question": "问题?", "answer": "答案", "材料": "这是一段很长的中文材料没有空格"}, "材料"),
+        ({"messages": question(1)["messages"], "response": "the last answer"}, "response"),
+        ({"messages": question(1)["messages"], "reasoning": "because of that"}, "reasoning"),
+        ({"messages": question(1)["messages"], "conversations": [{"from": "gpt", "value": "lost"}]}, "conversations"),
+        ({"question": "a b", "answer": "c", "notes": [["other text", "more of it"]]}, "notes"),
+    ],
+)
+def test_text_beside_a_conversation_is_refused(row: dict[str, Any], key: str) -> None:
+    with pytest.raises(DataError, match=f"f:1: the text of '{key}' is in no message"):
+        conversation_of(row, "f:1")
+    assert conversation_of(row, "f:1", ColumnKeys(), [key]).messages
+
+
+@pytest.mark.parametrize("place", ["row", "message"])
+def test_images_are_refused_where_they_lie(place: str) -> None:
+    row = {"messages": [turn("user", "What is it?"), turn("assistant", "A cat.")]}
+    (row if place == "row" else row["messages"][0])["images"] = ["cat.png"]
+    with pytest.raises(DataError, match="'images' is no text, and only text can be trained on"):
+        conversation_of(row, "f:1")
+
+
+def test_empty_answers_of_pairs_are_refused() -> None:
+    with pytest.raises(DataError, match="f:1: the answer is empty"):
+        conversation_of({"question": "a", "answer": " "}, "f:1")
+    assert talk(turn("user", "a"), turn("assistant", "")).messages[1]["content"] == ""
+
+
+def test_train_false_makes_a_message_context() -> None:
+    parsed = talk(turn("user", "x"), turn("assistant", "a", train=False), turn("assistant", "b", train=True))
+    assert parsed.weights == (False, True)

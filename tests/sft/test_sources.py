@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import bz2
+import datetime
 import gzip
 import json
 import lzma
+import os
+import re
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +18,8 @@ from typing import Any
 import datasets
 import fsspec
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
 import zstandard
 
@@ -163,6 +169,60 @@ def test_bad_rows_are_skipped_and_counted(tmp_path: Path, tokenizer_folder: str,
     assert "train: 2 rows cannot be used and are left out (data.on_bad_row=skip)" in caplog.text
 
 
+def test_folder_is_read_as_its_files_are(tmp_path: Path, tokens_of: Any) -> None:
+    """A file beside the data is not read, and a null of a call's argument stays."""
+    call = {"function": {"name": "f", "arguments": {"a": None, "b": 1}}}
+    row = {"messages": [turn("user", "?"), turn("assistant", "", tool_calls=[call])]}
+    folder = tmp_path / "downloaded"
+    (folder / ".cache").mkdir(parents=True)
+    (folder / ".cache" / "train.jsonl.lock").touch()
+    (folder / "README.md").write_text("# Talks\n")
+    (folder / "train.jsonl").write_text(json.dumps(row) + "\n")
+    expected = tokens_of(str(folder / "train.jsonl"))
+    assert tokens_of(str(folder)) == expected
+    assert "null" in tokenizer().decode(np.array(expected[0][0]))
+    (folder / "train.jsonl").write_text(json.dumps(row) + "\n{\n")
+    with pytest.raises(DataError, match=r"downloaded/train\.jsonl:2: not JSON"):
+        tokens_of(str(folder))
+
+
+def test_columns_of_other_types_become_text_or_are_refused(tmp_path: Path, tokens_of: Any) -> None:
+    def table(extra: Any) -> str:
+        messages = [{"role": "user", "content": "hi", "extra": extra}, {"role": "assistant", "content": "yo"}]
+        pa.parquet.write_table(pa.Table.from_pylist([{"messages": messages}]), tmp_path / "extra.parquet")
+        return str(tmp_path / "extra.parquet")
+
+    assert tokens_of(table(datetime.datetime(2020, 1, 1))) == tokens_of(table("2020"))
+    with pytest.raises(DataError, match=r"extra\.parquet, row 1: 'messages' has bytes"):
+        tokens_of(table(b"\xff"))
+
+
+@pytest.mark.faults
+@pytest.mark.processes
+def test_lost_process_and_interrupt_are_told(tmp_path: Path, tokenizer_folder: str) -> None:
+    (tmp_path / "train.jsonl").write_text(JSONL * 20)
+    code = (
+        "import os, signal, sys\nfrom raylane.sft.data import encoding, prepare\n"
+        "from sft.test_sources import prepared_from\nfrom pathlib import Path\n"
+        "def end(self, columns, indices):\n    os.kill(os.getpid() if sys.argv[1] == 'kill' else os.getppid(), "
+        "signal.SIGKILL if sys.argv[1] == 'kill' else signal.SIGINT)\n    signal.pause()\n"
+        "encoding.RowEncoder.__call__ = end\n"
+        "try: prepared_from(Path(sys.argv[2]), sys.argv[3], sys.argv[2] + '/train.jsonl', num_proc=2)\n"
+        "except BaseException as error: print(type(error).__name__, error)\n"
+    )
+    for event, told in (
+        ("kill", "DataError one of 2 processes that tokenise .* has ended: .* set data.num_proc=1"),
+        ("interrupt", "KeyboardInterrupt"),
+    ):
+        command = [sys.executable, "-c", code, event, str(tmp_path), tokenizer_folder]
+        path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": path}, check=False
+        )
+        assert re.search(told, done.stdout), done.stdout + done.stderr
+        assert not list((tmp_path / "cache").iterdir())
+
+
 def test_places_name_file_and_row(tmp_path: Path, tokenizer_folder: str) -> None:
     (tmp_path / "a.jsonl").write_text("\n" + JSONL)
     datasets.Dataset.from_list(ROWS).to_parquet(str(tmp_path / "b.parquet"))
@@ -193,7 +253,11 @@ BAD = {
     "item.json": (b'[{"text": "a b"}, {"text": 3}]', r"item\.json, row 2: 'text' is a int, not a text"),
     "none.json": (b"[]", r"none\.json holds no conversation"),
     "cells.csv": (b"question,answer\na,b\na,b,c\n", r"cells\.csv"),
-    "more.csv": (b"question,answer\na,b,c\n", r"more\.csv: the header has the columns \['question', 'answer'\], and"),
+    "more.csv": (b"question,answer\na,b,c\n", r"more\.csv: Error tokenizing data. C error: Expected 2 fields"),
+    "twice.csv": (b"answer,answer\na,b\n", r"twice\.csv: two columns have one name"),
+    "header.csv": (b"question,answer\n", r"header\.csv holds no conversation"),
+    "bom.jsonl": (b"\xef\xbb\xbf", r"bom\.jsonl holds no conversation"),
+    "missing.csv": (b"question,answer\na,b\nc\n", r"missing\.csv, row 2: the answer is empty"),
     "columns.csv": (b"one,two\na,b\n", r"columns\.csv, row 1: no known layout has the keys \['one', 'two'\]"),
 }
 
@@ -217,6 +281,11 @@ def test_sources_that_are_not_there_are_told_at_once(
     write_all(tmp_path)
     with pytest.raises(DataError, match=r"has no split 'extra', but \['test', 'train'\]\. Write \{path: "):
         tokens_of([{"path": str(tmp_path / "splits"), "split": "extra"}])
+    for kind in ("split", "subset"):
+        with pytest.raises(DataError, match="is a file, and has no split or subset"):
+            tokens_of([{"path": str(tmp_path / "a.parquet"), kind: "test"}])
+    with pytest.raises(DataError, match=r"is one data set without splits\. Remove split='test'"):
+        tokens_of([{"path": str(tmp_path / "saved"), "split": "test"}])
     with pytest.raises(DataError, match="are of two kinds, JSON Lines and JSON array"):
         tokens_of(str(tmp_path / "*.json*"))
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")

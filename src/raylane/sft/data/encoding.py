@@ -8,6 +8,7 @@ without tokens is of a conversation that has no document. Called by `prepare`.
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +41,7 @@ COUNTS = (
     "unsupervised",
     "control_tokens",
     "reasoning_left_out",
+    "empty_answers",
     "skipped",
     "supervised",
     "layout",
@@ -113,7 +115,7 @@ class RowReader:
         else:
             # Not where the row is JSON: a null of a call's argument may mean something there.
             # Tables have a value for each column of a row: what the row lacks is none.
-            record = {name: _without_nulls(values[index]) for name, values in columns.items()}
+            record = {name: _plain(values[index], f"{where}: {name!r}") for name, values in columns.items()}
             record = {name: value for name, value in record.items() if value is not None}
             if record.keys() == {"text"} and not record["text"].strip():
                 return None
@@ -147,11 +149,18 @@ def reader_of(data: DataConfig, places: tuple[FilePlace, ...], is_json: bool) ->
     return RowReader(places, is_json, keys, data.ignore_keys, prompt_text(data.prompt))
 
 
-def _without_nulls(value: Any) -> Any:
-    """Return a value of a table without the keys of objects that another row has, and this one does not."""
+def _plain(value: Any, where: str) -> Any:
+    """Return a value of a table as JSON has it, without the keys of objects that only other rows have.
+
+    Dates and decimals become text. DataError with `where` for bytes.
+    """
     if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+        return {key: _plain(item, where) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_plain(item, where) for item in value]
+    if isinstance(value, bytes):
+        raise DataError(f"{where} has bytes, and only text can be trained on. Leave the column out, or write text")
+    return value if value is None or isinstance(value, str | int | float) else str(value)
 
 
 @dataclass(frozen=True)
@@ -164,9 +173,13 @@ class RowEncoder:
     row_tokens: int
     first: int
     """Number of the first row of the source among the rows of all sources."""
+    is_alone: bool
+    """False in one of several processes, which leaves Ctrl-C to the process that started it."""
 
     def __call__(self, columns: Mapping[str, Sequence[Any]], indices: Sequence[int]) -> Any:
         """Return the documents of a batch of rows as an Arrow table."""
+        if not self.is_alone:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         documents = [document for at, index in enumerate(indices) for document in self._row(columns, at, index)]
         return _table(documents)
 
@@ -193,6 +206,10 @@ class RowEncoder:
             "length": len(encoded.tokens),
             "reasoning_left_out": int(tokenizer.reasoning_left_out(conversation, encoded)),
             "control_tokens": int(tokenizer.special_in(conversation) is not None),
+            "empty_answers": sum(
+                message["role"] == "assistant" and not message["content"] and message.keys() == {"role", "content"}
+                for message in conversation.messages
+            ),
             "layout": FORMATS.index(conversation.layout),
         }
         head = _Document(row, conversation.digest(), counts=counts)

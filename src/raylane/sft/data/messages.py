@@ -13,7 +13,7 @@ import difflib
 import hashlib
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,11 +23,20 @@ from raylane.sft.data.formats import ALPACA, COMPLETION, PAIR, TEXT, ColumnKeys,
 # JSON can hold half of a surrogate pair (a character above U+FFFF). Half a pair is no text, and tokenizers refuse it.
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 MAX_DEPTH = 100
-_CONTENT = {
-    *("system", "system_prompt", "instruction", "instructions", "prompt", "question", "query", "input", "inputs"),
-    *("context", "contexts", "passage", "document", "documents", "knowledge", "history"),
+_ANSWERS = {
+    *("answer", "answers", "response", "responses", "output", "outputs", "completion", "completions", "target"),
+    *("reasoning", "rationale", "thought", "thoughts", "explanation"),
 }
-"""Keys of a line that hold a part of the conversation in published data sets."""
+"""Keys of a row that hold what the assistant says in published data sets."""
+_CONTENT = _ANSWERS | {
+    *("system", "system_prompt", "instruction", "instructions", "prompt", "question", "query", "input", "inputs"),
+    *("context", "contexts", "passage", "passages", "document", "documents", "knowledge", "history", "facts"),
+    *("choices", "options", "candidates", "examples", "hint", "hints", "conversation", "conversations", "dialogue"),
+}
+"""Keys of a row that hold a part of the conversation in published data sets."""
+_LONG_WORD = 8
+_MEDIA = {"image", "images", "audio", "audios", "video", "videos"}
+"""Keys of a row, or of a message, that hold what is no text."""
 _DESCRIPTIVE = {
     *("id", "uid", "uuid", "source", "dataset", "dataset_name", "subset", "split", "category", "categories", "type"),
     *("task", "task_name", "topic", "domain", "title", "language", "lang", "license", "model", "generator", "author"),
@@ -108,13 +117,18 @@ def conversation_of(
     weights: list[bool] = []
     for index, (raw, message) in enumerate(zip(messages, parsed, strict=True)):
         if message["role"] == "assistant":
-            weight = raw.get("weight")
+            # Axolotl writes `train: false` for the same.
+            weight = raw.get("weight", raw.get("train"))
             if weight not in (None, 0, 1):
                 text = "weight must be 0 (context only) or 1 (trained on)"
                 raise DataError(f"{where}, message {index}: {text}, got {weight!r}")
             weights.append(weight != 0)
     texts = [(message["role"], message["content"]) for message in parsed]
-    _refuse_unused(rest, texts, row.layout in (PAIR, ALPACA, COMPLETION), where)
+    is_pair = row.layout in (PAIR, ALPACA, COMPLETION)
+    _refuse_unused(rest, texts, is_pair, where)
+    # A cell that is missing is empty in CSV, and an empty answer teaches to end at once.
+    if is_pair and not parsed[-1]["content"].strip() and "tool_calls" not in parsed[-1]:
+        raise DataError(f"{where}: the answer is empty. Correct or remove the row, or set data.on_bad_row=skip")
     tools = record.get("tools")
     if not (tools.strip() if isinstance(tools, str) else tools):
         tools = []
@@ -144,27 +158,40 @@ def _refuse_unused(rest: Mapping[str, Any], texts: Sequence[tuple[str, str]], is
     Of lines with a question and an answer every text of several words counts, unless the key is a usual one of
     descriptions: such lines have no other place for content.
     """
+    # An input repeats the question that it was joined to; an answer that contains it by chance does not count.
+    asked = [text for role, text in texts if role != "assistant"]
+    said = [text for role, text in texts if role == "assistant"]
+    parts = [part for _, text in texts for part in text.split("\n\n")]
     for key, value in rest.items():
         name = key.lower()
-        if isinstance(value, str):
-            # Alpaca's `text` repeats all others. An input repeats the question that it was joined to; an answer that
-            # contains it by chance does not count.
-            asked = [text for role, text in texts if role != "assistant"]
+        if name in _MEDIA and value:
+            raise DataError(f"{where}: {key!r} is no text, and only text can be trained on. Leave it out", key=key)
+        for text in _texts(value):
             if name in _CONTENT:
-                repeats = any(value.strip() in text for text in asked)
+                lost = not any(text in other for other in (said if name in _ANSWERS else asked))
             else:
-                parts = [part for _, text in texts for part in text.split("\n\n")]
-                repeats = any(value.strip() in text for _, text in texts) or all(part in value for part in parts)
-            content = bool(value.strip()) and not repeats
-            content = content and (name in _CONTENT or (is_pair and name not in _DESCRIPTIVE and " " in value.strip()))
-        else:
-            content = name in _CONTENT and isinstance(value, list | dict) and bool(value)
-        if content:
+                # Alpaca's `text` repeats all others.
+                repeats = any(text in other for _, other in texts) or all(part in text for part in parts)
+                # One word describes, unless it is of a script without spaces.
+                is_prose = len(text.split()) > 1 or (len(text) > _LONG_WORD and not text.isascii())
+                lost = is_pair and name not in _DESCRIPTIVE and is_prose and not repeats
+            if not lost:
+                continue
             raise DataError(
-                f"{where}: the text of {key!r} is in no message and would be lost: {str(value)[:60]!r}. Put it into "
+                f"{where}: the text of {key!r} is in no message and would be lost: {text[:60]!r}. Put it into "
                 f"the messages (join it to the question), or leave it out with data.ignore_keys=[{key}]",
                 key=key,
             )
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield the texts that are not blank in a value, however deep."""
+    if isinstance(value, str):
+        if value.strip():
+            yield value.strip()
+    elif isinstance(value, list | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _texts(item)
 
 
 def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -208,8 +235,10 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         raise DataError(f"{where}: unknown role {message.get('role')!r}; {hint}")
     # Templates may read further keys (name, tool_call_id, reasoning_content), so they stay. A key with the value null
     # is removed, because it means the same as an absent key.
-    parsed = {key: value for key, value in message.items() if value is not None and key != "weight"}
+    parsed = {key: value for key, value in message.items() if value is not None and key not in ("weight", "train")}
     parsed["role"] = role
+    if media := next((key for key in _MEDIA if message.get(key)), None):
+        raise DataError(f"{where}: {media!r} is no text, and only text can be trained on. Leave it out")
     if message.get("function_call") is not None:
         raise DataError(f"{where}: function_call is the old form of a call; write it as one entry of tool_calls")
     content = message.get("content")

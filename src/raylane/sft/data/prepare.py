@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # Part of every cache key: increase it when a change of the code makes other documents from the same input.
-FORMAT = 5
+FORMAT = 6
 ROWS_PER_PROCESS = 20_000
 """Rows from which another process is started, if `data.num_proc` leaves the number open."""
 MOST_PROCESSES = 8
@@ -134,7 +134,7 @@ def _build(config: RunConfig, folder: Path, content: str) -> None:
 
 def _fill(config: RunConfig, draft: Path, folder: Path) -> PreparedData:
     """Write tokenizer and token caches into `draft`; return the result with paths in `folder`, its later name."""
-    with _progress_bars(), tempfile.TemporaryDirectory(dir=draft, prefix="reading-") as name:
+    with _quiet_library(), tempfile.TemporaryDirectory(dir=draft, prefix="reading-") as name:
         reading = Path(name)
         train = [*sources.tables(config.data.train_sources, "train", reading)]
         held = config.data.validation_source
@@ -160,9 +160,12 @@ def _fill(config: RunConfig, draft: Path, folder: Path) -> PreparedData:
 
 
 @contextmanager
-def _progress_bars() -> Iterator[None]:
-    """Show the bars of `datasets` on a terminal only."""
+def _quiet_library() -> Iterator[None]:
+    """Show the bars of `datasets` on a terminal only, and leave its errors to ours."""
     import datasets
+
+    level = datasets.logging.get_verbosity()
+    datasets.logging.set_verbosity(logging.CRITICAL)
 
     shown = datasets.are_progress_bars_disabled() is False
     if shown and not sys.stderr.isatty():
@@ -170,6 +173,7 @@ def _progress_bars() -> Iterator[None]:
     try:
         yield
     finally:
+        datasets.logging.set_verbosity(level)
         if shown:
             datasets.enable_progress_bars()
 
@@ -248,17 +252,28 @@ class _Sets:
         reader = reader_of(config.data, table.places, table.kind.is_json)
         length = config.policy.max_total_sequence_length
         processes = num_processes(config.data.num_proc, len(rows), len(os.sched_getaffinity(0)))
-        documents = rows.map(
-            RowEncoder(reader, self._tokenizer, config.data, length, table.places[0].first),
-            batched=True,
-            with_indices=True,
-            remove_columns=rows.column_names,
-            num_proc=processes if processes > 1 else None,
-            cache_file_name=str(self._folder / f"{name}.arrow"),
-            load_from_cache_file=False,
-            new_fingerprint=name,  # the library makes one by pickling the tokenizer
-            desc=f"Tokenizing {table.places[0].name}",
-        )
+        try:
+            documents = rows.map(
+                RowEncoder(reader, self._tokenizer, config.data, length, table.places[0].first, processes == 1),
+                batched=True,
+                with_indices=True,
+                remove_columns=rows.column_names,
+                num_proc=processes if processes > 1 else None,
+                cache_file_name=str(self._folder / f"{name}.arrow"),
+                load_from_cache_file=False,
+                new_fingerprint=name,  # the library makes one by pickling the tokenizer
+                desc=f"Tokenizing {table.places[0].name}",
+            )
+        except (RuntimeError, TimeoutError) as error:
+            # After Ctrl-C the library waits for results of its processes, and raises what that gives.
+            if isinstance(error.__context__, KeyboardInterrupt):
+                raise KeyboardInterrupt from None
+            if processes == 1:
+                raise
+            raise DataError(
+                f"one of {processes} processes that tokenise {table.places[0].name} has ended: {error}. If memory ran "
+                "out, set data.num_proc=1"
+            ) from error
         columns = {column: documents.data.column(column).to_numpy() for column in ("row", "digest", *COUNTS)}
         columns["kept_tokens"] = pc.list_value_length(documents.data.column("tokens")).to_numpy()
         ends = [*(place.first for place in table.places), sys.maxsize]

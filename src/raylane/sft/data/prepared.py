@@ -46,6 +46,7 @@ class DataCounts(FileCounts):
     repeated: int = 0  # training conversations that are equal to an earlier one
     reasoning_left_out: int = 0  # conversations with reasoning that the chat template does not include
     also_in_train: int = 0  # validation conversations that are also in the training data
+    empty_answers: int = 0  # messages of the assistant that say nothing and call nothing
     skipped: int = 0  # rows left out because they cannot be used
     longest: int = 0  # tokens of the longest conversation, before cutting
 
@@ -121,6 +122,7 @@ def warnings(prepared: PreparedData, config: RunConfig) -> list[str]:
             f"{c.repeated} {of_all} repeat an earlier one and are trained on too": c.repeated,
             f"{c.reasoning_left_out} conversations have reasoning (reasoning_content) that the chat template does not "
             "include, so it is not learned": c.reasoning_left_out,
+            f"{c.empty_answers} answers are empty, which teaches the model to end at once": c.empty_answers,
             f"{c.skipped} rows cannot be used and are left out (data.on_bad_row=skip)": c.skipped,
             f"{c.also_in_train} {of_all} are also in the training data": c.also_in_train,
         }

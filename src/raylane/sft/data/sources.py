@@ -12,17 +12,15 @@ kind of a file follows from its first bytes, then from its name. Called by `prep
 from __future__ import annotations
 
 import contextlib
-import csv
 import glob
 import hashlib
-import io
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from raylane.errors import DataError
 from raylane.sft.config.schema import DataSource
@@ -139,7 +137,8 @@ def digest(sources: Iterable[DataSource]) -> str:
         place = storage.at(source.path)
         files: Iterable[Place] = files_of(source)
         if not files and isinstance(place, Path) and place.is_dir():
-            files = sorted(path for path in place.rglob("*") if path.is_file())
+            # Of all splits: which one is read follows from other keys, and from the names of the files.
+            files = [file for split in folder_files(source).values() for file in split]
             whole.update(f"{source.subset} {source.split} {[str(file) for file in files]}".encode())
         elif not files:
             with _reading(source.path):
@@ -150,9 +149,28 @@ def digest(sources: Iterable[DataSource]) -> str:
                 # Both change with the revision on the hub.
                 whole.update(f"{builder.cache_dir} {builder.config.data_files} {source.split}".encode())
         for file in files:
-            whole.update(file_digest(file))  # first: it refuses what cannot be read twice
-            whole.update(_kind_at(file).name.encode())
+            whole.update(file_digest(file))
+            whole.update(Path(str(file)).suffix.encode())  # CSV and plain text are told by their names
     return whole.hexdigest()
+
+
+def folder_files(source: DataSource) -> dict[str, list[Place]]:
+    """Return the files of each split of a folder; those of a folder of `save_to_disk` under one name."""
+    folder = Path(source.path)
+    if _is_saved(folder):
+        return {"": sorted(path for path in folder.rglob("*") if path.is_file())}
+    with _reading(source.path):
+        from datasets import load_dataset_builder
+
+        builder = load_dataset_builder(source.path, source.subset)
+        return {
+            str(split): [storage.at(str(file)) for file in files]
+            for split, files in (builder.config.data_files or {}).items()
+        }
+
+
+def _is_saved(folder: Path) -> bool:
+    return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
 
 
 def file_digest(file: Place) -> bytes:
@@ -174,8 +192,12 @@ def no_conversation(name: str) -> DataError:
 
 
 def _unreadable(path: object, error: object) -> DataError:
-    reason = getattr(error, "strerror", None) or error
+    reason = str(getattr(error, "strerror", None) or error).strip().rstrip(".")
     return DataError(f"cannot read data file {path}: {reason}. Check data.train and data.validation", path=str(path))
+
+
+_NO_ROWS = ("corresponds to no data", "No columns to parse", "BatchSize must be greater than 0")
+"""What the library says of files without rows."""
 
 
 class _reading:
@@ -192,6 +214,8 @@ class _reading:
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
+        if any(text in str(cause) for text in _NO_ROWS):
+            raise no_conversation(str(self._path)) from error
         if isinstance(cause, UnicodeDecodeError):
             raise DataError(f"{self._path}: not UTF-8 ({cause}); convert the file", path=str(self._path)) from error
         raise _unreadable(self._path, cause) from error
@@ -201,12 +225,19 @@ def tables(sources: Sequence[DataSource], default_split: str, folder: Path) -> I
     """Yield the rows of each source; `folder` gets what `datasets` writes. DataError if one cannot be read."""
     first = 0
     for source in sources:
-        files = files_of(source)
+        files, split = files_of(source), source.split or default_split
+        if files and (source.split or source.subset):
+            raise DataError(
+                f"{source.path} is a file, and has no split or subset. Remove split and subset", path=source.path
+            )
+        if not files and Path(source.path).is_dir() and not _is_saved(Path(source.path)):
+            # As single files: their rows have places then, and are read in the same way.
+            files = _of_split(folder_files(source), source, split)
         if files:
             table = _file_table(files, first, folder)
         else:
             with _reading(source.path):
-                rows = _set_rows(source, source.split or default_split, folder)
+                rows = _set_rows(source, split)
             table = RowTable(rows, DATA_SET, (FilePlace(source.path, first, False),))
         first += len(table.rows)
         yield table
@@ -275,15 +306,14 @@ def _file_rows(file: Place, kind: FileKind, folder: Path) -> Dataset:
 
 def _csv_columns(file: Place, separator: str) -> list[str]:
     """Return the names of the columns; DataError if the first row has more cells, of which pandas makes an index."""
+    import pandas
+
+    options = {"sep": separator, "encoding": "utf-8-sig", "dtype": str, "keep_default_na": False}
     with _decompressed(file) as stream:
-        rows = csv.reader(io.TextIOWrapper(stream, "utf-8-sig", newline=""), delimiter=separator)
-        names, first = next(rows, []), next(rows, [])
-    if len(first) > len(names) or len({*names}) < len(names):
-        raise DataError(
-            f"{file}: the header has the columns {names}, and the first row has {len(first)} cells. Give each column a "
-            "name of its own",
-            path=str(file),
-        )
+        # Without a header, more cells in a row than in the one before are an error.
+        names = pandas.read_csv(stream, header=None, nrows=2, **options).iloc[0].tolist()
+    if len({*names}) < len(names):
+        raise DataError(f"{file}: two columns have one name: {names}. Give each a name of its own", path=str(file))
     return [name or f"column {number}" for number, name in enumerate(names, 1)]
 
 
@@ -302,26 +332,33 @@ def _items(rows: Dataset, file: Place) -> Dataset:
     return Rows.from_dict({"text": [json.dumps(item) for item in items]})
 
 
-def _set_rows(source: DataSource, split: str, cache: Path) -> Dataset:
-    """Return one split of a folder or of a data set of the hub; a folder is read by way of `cache`."""
-    from datasets import Dataset as Rows
-    from datasets import load_dataset, load_from_disk
+T = TypeVar("T")
 
-    folder = Path(source.path)
-    if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
-        stored = load_from_disk(source.path)
-    else:
-        if not folder.is_dir():
-            _require_hub(source.path)
-        stored = load_dataset(source.path, source.subset, cache_dir=str(cache) if folder.is_dir() else None)
-    if isinstance(stored, Rows):
-        return stored
+
+def _of_split(stored: Mapping[str, T], source: DataSource, split: str) -> T:
     if split not in stored:
         raise DataError(
             f"{source.path} has no split {split!r}, but {sorted(stored)}. Write {{path: {source.path}, split: ...}}",
             path=source.path,
         )
-    return cast("Rows", stored[split])
+    return stored[split]
+
+
+def _set_rows(source: DataSource, split: str) -> Dataset:
+    """Return one split of a folder of `save_to_disk` or of a data set of the hub."""
+    from datasets import Dataset as Rows
+    from datasets import load_dataset, load_from_disk
+
+    if _is_saved(Path(source.path)):
+        stored = load_from_disk(source.path)
+    else:
+        _require_hub(source.path)
+        stored = load_dataset(source.path, source.subset)
+    if not isinstance(stored, Rows):
+        return cast("Rows", _of_split(stored, source, split))
+    if source.split is not None:
+        raise DataError(f"{source.path} is one data set without splits. Remove split={split!r}", path=source.path)
+    return stored
 
 
 def _require_hub(name: str) -> None:
