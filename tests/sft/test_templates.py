@@ -13,6 +13,7 @@ import pytest
 from raylane.errors import ConfigError, DataError
 from raylane.sft.data.chat import ChatTokenizer, Encoded, train_tokenizer
 from raylane.sft.data.messages import Conversation
+from raylane.sft.data.training_templates import training_version
 
 SPEC = importlib.util.find_spec("trl")  # its code is not run, which would need more packages
 assert SPEC is not None, "run `make setup`"
@@ -20,10 +21,15 @@ assert SPEC.submodule_search_locations is not None
 FOLDER = Path(SPEC.submodule_search_locations[0]) / "chat_templates"
 UNMARKED = sorted(path.stem for path in FOLDER.glob("*.jinja") if "endgeneration" not in path.read_text())
 
-# What TRL's marked version does otherwise; docs/howto/prepare-data.md has the reasons.
+# What TRL's marked version does otherwise; docs/reference/chat-templates.md has the reasons.
 HEADER_IS_TRAINED = {"qwen2_5", "deepseekv3", "deepseek_r1_distill", "gptoss", "muse_glimmer"}
+HEADERS = re.compile("(\n|<[|]start[|]>assistant|<\uff5cAssistant\uff5c>|<\uff5ctool▁outputs▁end\uff5c>)+")
+"""Text that only TRL trains on in these: headers that the generation prompts have."""
 EARLIER_REASONING_IS_KEPT = {"qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6"}
-TEXT_IS_ADDED = {"glm4moe"}
+MARKED = {"gptoss", "glm4moe"}
+"""Templates with a training version that has marks."""
+CHANGED = MARKED | {"deepseekv3", "deepseek_r1_distill"}
+"""Templates with a training version."""
 IMAGES = {"llava_next", "idefics3", "smolvlm"}
 LOSES_CALLS = {"deepseek_r1_distill", "lfm2", "llama3", "phi3", "phi3_5", "qwen2_5_vl"}
 """Templates that write nothing of a call, or nothing of one beside a text."""
@@ -31,11 +37,10 @@ LOSES_TEXT = {
     *((name, case) for name in LOSES_CALLS for case in ("call", "text and call")),
     *((name, "text and call") for name in ("llama3_1", "llama3_2", "gptoss", "diffusion_gemma", "gemma4_v5")),
     ("muse_glimmer", "text and call"),
-    ("gptoss", "reasoning in turns"),
 }
 """Conversations of which a template leaves something out, or which it joins."""
-OTHER_ENDS = {"glm4moe", "gptoss"}
-"""Templates in which the header of the next turn, or another token, ends a turn."""
+OTHER_ENDS = {"gptoss"}
+"""Templates in which another token ends a turn within a conversation."""
 
 END_TOKENS = {
     *("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<turn|>", "<\uff5cend▁of▁sentence\uff5c>", "<|eot|>"),
@@ -91,6 +96,14 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
     "empty answer": [user("Say nothing."), answer("")],
     "white space": [user("  x  "), answer("  y \n")],
 }
+MORE_ORDERS: dict[str, list[dict[str, Any]]] = {
+    "two answers": [user("A?"), answer("B."), answer("C."), user("D?"), answer("E.")],
+    "a call at the end": [user("Weather?"), answer("", tool_calls=[CALL], reasoning_content="I look.")],
+    "a question at the end": [user("A?"), answer("B."), user("C?")],
+    "two results": [user("Weather?"), answer("", tool_calls=[CALL]), RESULT, RESULT, answer("Sunny.")],
+    "a question after a call": [user("Weather?"), answer("", tool_calls=[CALL]), user("And?"), answer("Sunny.")],
+    "a late system text": [user("A?"), answer("B."), system("Be brief."), user("C?"), answer("D.")],
+}
 
 
 def tokenizer_of(name: str, kind: str = "") -> ChatTokenizer:
@@ -109,7 +122,7 @@ def tokenizer_of(name: str, kind: str = "") -> ChatTokenizer:
 
 
 def conversation_of(case: str) -> Conversation:
-    messages = CONVERSATIONS[case]
+    messages = (CONVERSATIONS | MORE_ORDERS)[case]
     tools = (TOOL,) if "call" in case else None
     return Conversation(case, tuple(messages), tools, (True,) * sum(each["role"] == "assistant" for each in messages))
 
@@ -124,7 +137,7 @@ def encoded_or_refusal(tokenizer: ChatTokenizer, case: str) -> Encoded | str:
 @pytest.mark.parametrize("name", sorted(set(UNMARKED) - IMAGES))
 def test_answers_are_those_of_the_marked_version(name: str) -> None:
     ours = tokenizer_of(name)
-    assert not ours.has_marks
+    assert ours.has_marks == (name in MARKED)
     theirs = tokenizer_of(name, "_training") if (FOLDER / f"{name}_training.jinja").exists() else None
     for case in CONVERSATIONS:
         found = encoded_or_refusal(ours, case)
@@ -144,10 +157,12 @@ def test_answers_are_those_of_the_marked_version(name: str) -> None:
             continue  # it writes a header after the result of a call, but no generation prompt
         if name in HEADER_IS_TRAINED and is_same_text:
             assert not (found.supervised & ~expected.supervised).any()  # they begin earlier
+            assert HEADERS.fullmatch(theirs.decode(found.tokens[expected.supervised & ~found.supervised])), case
         elif is_same_text:
             assert np.array_equal(found.supervised, expected.supervised), case
         else:
-            assert name in EARLIER_REASONING_IS_KEPT | TEXT_IS_ADDED | HEADER_IS_TRAINED, case
+            in_text = (name, case) == ("deepseek_r1_distill", "reasoning in the text")
+            assert name in EARLIER_REASONING_IS_KEPT or in_text, case
 
 
 @pytest.mark.parametrize("name", sorted(IMAGES))
@@ -156,3 +171,56 @@ def test_template_of_images_is_refused(name: str) -> None:
         (ConfigError, DataError), match=r"neither marks the text|leaves out or changes what message 1 says: 'Hello.'"
     ):
         tokenizer_of(name).encode(conversation_of("one turn"))
+
+
+def rendered(tokenizer: ChatTokenizer, case: str, template: str) -> str:
+    conversation = conversation_of(case)
+    messages, tools = list(conversation.messages), list(conversation.tools or ()) or None
+    return str(tokenizer.hf.apply_chat_template(messages, tools=tools, chat_template=template, tokenize=False))
+
+
+@pytest.mark.parametrize("name", sorted(UNMARKED))
+def test_training_version_renders_the_published_text(name: str) -> None:
+    published = (FOLDER / f"{name}.jinja").read_text()
+    template = training_version(published)
+    assert training_version(published + "\n") == (template + "\n" if name in CHANGED else published + "\n")
+    if name not in CHANGED:
+        assert template == published
+        return
+    tokenizer = tokenizer_of(name)
+    for case, messages in (CONVERSATIONS | MORE_ORDERS).items():
+        if name == "deepseekv3" and any("tool_calls" in message for message in messages):
+            with pytest.raises(TypeError, match='can only concatenate str \\(not "dict"'):
+                rendered(tokenizer, case, published)
+            continue
+        expected = rendered(tokenizer, case, published)
+        if name == "glm4moe" and messages[-1]["role"] == "assistant":
+            expected += "<|observation|>" if "tool_calls" in messages[-1] else "<|user|>"
+        if (name, case) == ("deepseek_r1_distill", "reasoning in the text"):
+            expected = expected.replace("\n\n6", "<think>\nz\n</think>\n\n6")
+        assert rendered(tokenizer, case, template) == expected, case
+
+
+@pytest.mark.parametrize("name", sorted(MARKED))
+def test_training_version_marks_one_span_per_answer(name: str) -> None:
+    for case, messages in MORE_ORDERS.items():
+        found = tokenizer_of(name).encode(conversation_of(case))
+        assert found.num_turns == sum(each["role"] == "assistant" for each in messages), case
+
+
+def test_second_call_that_a_template_drops_is_refused() -> None:
+    messages = (user("Weather?"), answer("", tool_calls=[CALL, CALL]), RESULT, RESULT, answer("Sunny."))
+    for name, is_kept in (("gptoss", False), ("glm4moe", True), ("deepseekv3", True), ("qwen3", True)):
+        conversation = Conversation("row 7", messages, (TOOL,), (True, True))
+        if is_kept:
+            tokenizer_of(name).encode(conversation)
+            continue
+        with pytest.raises(DataError, match=r"row 7: the chat template leaves out .* 'weather' is too few times in"):
+            tokenizer_of(name).encode(conversation)
+
+
+@pytest.mark.parametrize("name", sorted(CHANGED))
+def test_saved_template_is_the_published_one(name: str, tmp_path: Path) -> None:
+    tokenizer_of(name).save(tmp_path)
+    assert (tmp_path / "chat_template.jinja").read_text() == (FOLDER / f"{name}.jinja").read_text()
+    assert "generation" not in tokenizer_of(name).decode(np.asarray(tokenizer_of(name).question("Hi?")))

@@ -2,9 +2,9 @@
 
 The mask comes from the `{% generation %}` spans of the chat template, through transformers'
 `return_assistant_tokens_mask`; for templates without such marks, from renderings of the conversation up to each answer
-(`spans`). This module checks that spans contain an end-of-turn token, and that they cover exactly what the assistant
-wrote. transformers is imported when first needed. Called by `prepare`, `audit` and the command line; knows nothing of
-data files.
+(`spans`), or from the marks of a training version of the template (`training_templates`). This module checks that spans
+contain an end-of-turn token, and that they cover exactly what the assistant wrote. transformers is imported when first
+needed. Called by `prepare`, `audit` and the command line; knows nothing of data files.
 """
 
 from __future__ import annotations
@@ -20,7 +20,15 @@ import numpy as np
 
 from raylane.errors import ConfigError, DataError
 from raylane.sft.data.messages import Conversation
-from raylane.sft.data.spans import THINK, SpansUnknownError, assistant_spans, can_be_searched, has_marks
+from raylane.sft.data.spans import (
+    THINK,
+    SpansUnknownError,
+    assistant_spans,
+    can_be_searched,
+    check_answer,
+    has_marks,
+)
+from raylane.sft.data.training_templates import training_version
 from raylane.training.config.policy import TokenizerConfig
 
 START, END, PAD = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
@@ -106,7 +114,7 @@ class ChatTokenizer:
     """A transformers tokenizer with a chat template.
 
     Attributes: `hf` the tokenizer; `pad_id`, `vocab_size`; `end_ids` the tokens that end a turn; `has_marks`, True if
-    the template marks the text of the assistant.
+    the template, or its training version, marks the text of the assistant.
     """
 
     def __init__(
@@ -124,7 +132,8 @@ class ChatTokenizer:
                 "fast form of the tokenizer (tokenizer.json)"
             )
         self.hf, self._fault = hf, _fault(hf.chat_template)
-        self.has_marks = self._fault is None and has_marks(hf.chat_template)
+        self._template = training_version(hf.chat_template) if self._fault is None else ""
+        self.has_marks = has_marks(self._template)
         for name, tokens in _OWN_TEMPLATES.items():
             if template == _own_template(name):
                 known = hf.get_vocab()
@@ -242,13 +251,20 @@ class ChatTokenizer:
         """Return the tokens, and the spans of them that the marks of the template say."""
         out = self.hf.apply_chat_template(
             list(conversation.messages),
+            chat_template=self._template,
             tokenize=True,
             return_dict=True,
             return_assistant_tokens_mask=True,
             **self._template_options(conversation),
         )
-        mask = np.asarray(out["assistant_masks"], dtype=np.bool_)
-        return np.asarray(out["input_ids"], dtype=np.int32), runs(mask)
+        tokens = np.asarray(out["input_ids"], dtype=np.int32)
+        spans = runs(np.asarray(out["assistant_masks"], dtype=np.bool_))
+        # A user who writes marks may change texts on purpose. Ours must refuse what the search refuses.
+        if self._template != self.hf.chat_template:
+            numbered = [pair for pair in enumerate(conversation.messages) if pair[1]["role"] == "assistant"]
+            for (number, message), (start, end) in zip(numbered, spans, strict=True):
+                check_answer(number, message, self.decode(tokens[start:end]))
+        return tokens, spans
 
     def _rendered(self, conversation: Conversation) -> _TokensAndSpans:
         """Return the same for a template without marks: a span of tokens for each message of the assistant."""
@@ -256,7 +272,11 @@ class ChatTokenizer:
 
         def render(messages: Sequence[dict[str, Any]], with_prompt: bool) -> str:
             text: str = self.hf.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=with_prompt, **options
+                list(messages),
+                chat_template=self._template,
+                tokenize=False,
+                add_generation_prompt=with_prompt,
+                **options,
             )
             return text
 
@@ -346,7 +366,7 @@ class ChatTokenizer:
         return any(not self._contains(_reasoning(message), text) for message in reasoned)
 
     def save(self, folder: Path) -> None:
-        """Write the tokenizer as a Hugging Face folder, template included."""
+        """Write the tokenizer as a Hugging Face folder, with its own template and not the training version of it."""
         self.hf.save_pretrained(str(folder))
 
 

@@ -71,15 +71,22 @@ def assistant_spans(
         if not any(token in whole[start:end] for token in end_tokens):
             # A header of the next message that ends this one, such as <|user|> of GLM.
             end += next((len(token) for token in end_tokens if whole.startswith(token, end)), 0)
-        said = [THINK.sub("", message["content"]).strip()]
-        said += [call["function"]["name"] for call in message.get("tool_calls", ())]
-        if lost := [text for text in said if text not in whole[start:end]]:
-            raise SpansUnknownError(
-                f"the chat template leaves out or changes what message {number} says: {lost[0][:40]!r} is not in "
-                f"{whole[start : min(end, start + 80)]!r}"
-            )
+        check_answer(number, message, whole[start:end])
         spans.append((start, end))
     return whole, spans
+
+
+def check_answer(number: int, message: dict[str, Any], answer: str) -> None:
+    """Raise SpansUnknownError unless an answer has the text of message `number` and each of its calls."""
+    said = [THINK.sub("", message["content"]).strip()]
+    said += [call["function"]["name"] for call in message.get("tool_calls", ())]
+    # Counted, because a template may write only the first of several calls of a function.
+    if lost := [text for text in said if answer.count(text) < said.count(text)]:
+        times = "too few times" if lost[0] in answer else "not"
+        raise SpansUnknownError(
+            f"the chat template leaves out or changes what message {number} says: {lost[0][:40]!r} is {times} in "
+            f"{answer[:80]!r}"
+        )
 
 
 def _end(whole: str, start: int, until: str, end_tokens: Sequence[str], specials: Sequence[str]) -> int | None:
