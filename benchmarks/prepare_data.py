@@ -13,7 +13,6 @@ import argparse
 import itertools
 import json
 import os
-import random
 import resource
 import subprocess
 import sys
@@ -22,19 +21,6 @@ import time
 from pathlib import Path
 
 ROW_TOKENS = 512
-
-
-def write_rows(path: Path, count: int) -> None:
-    """Write conversations of a question of 8 words and an answer of 12."""
-    chooser = random.Random(1)
-    words = ["".join(chooser.choices("abcdefghijklmnopqrstuvwxyz", k=chooser.randint(3, 9))) for _ in range(2000)]
-    with path.open("w", encoding="utf-8") as file:
-        for number in range(count):
-            turns = [
-                {"role": role, "content": f"{number} " + " ".join(chooser.choices(words, k=length))}
-                for role, length in (("user", 8), ("assistant", 12))
-            ]
-            file.write(json.dumps({"messages": turns}) + "\n")
 
 
 def with_raylane(folder: Path, processes: int) -> None:
@@ -104,12 +90,13 @@ def main() -> None:
         usage = [resource.getrusage(who).ru_maxrss / 1024 for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
         print(json.dumps({"s": time.perf_counter() - began, "mb": usage[0], "mb_of_a_child": usage[1]}))
         return
+    from raylane.bench.sft_training import write_conversations
     from raylane.sft.data.chat import ChatTokenizer
     from raylane.training.config.policy import TokenizerConfig
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_rows(folder / "rows.jsonl", args.rows)
+        write_conversations(folder / "rows.jsonl", args.rows)
         with (folder / "rows.jsonl").open(encoding="utf-8") as lines:
             rows = [json.loads(line) for line in itertools.islice(lines, 5000)]
         texts = [message["content"] for row in rows for message in row["messages"]]

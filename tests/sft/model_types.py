@@ -10,14 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from sft import tiny_run
 
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}
+SIZES = tiny_run.SIZES
 WINDOW = {"sliding_window": 8}
 LONGROPE = {
     "rope_parameters": {

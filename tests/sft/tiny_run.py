@@ -22,6 +22,14 @@ from raylane.training.model.optim import learning_rate, make_optimizer, set_lear
 from raylane.workers.batch import BatchDict
 
 ROW_TOKENS = 64
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
 WORDS = ("red", "green", "blue", "stone", "river", "cloud", "apple", "north", "south", "early", "late", "one", "two")
 
 
@@ -68,12 +76,7 @@ def config_of(folder: Path, changes: Mapping[str, Any] | None = None) -> RunConf
             "model_name": None,
             "hf_config_overrides": {
                 "model_type": "qwen3",
-                "hidden_size": 32,
-                "intermediate_size": 48,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 4,
-                "num_key_value_heads": 2,
-                "max_position_embeddings": 128,
+                **SIZES,
                 "tie_word_embeddings": True,
             },
             "tokenizer": {"train_vocab_size": 320, "chat_template": "chatml"},

@@ -40,7 +40,8 @@ CONVERSATIONS = 2000
 def run(selected: Sequence[Case], *, quick: bool) -> list[dict[str, Any]]:
     """Start Ray, run every case, and shut Ray down; return one record per case and contender.
 
-    The runs against other trainers, which start a Ray of their own, come last; they have a record for each round.
+    The runs against other trainers start a Ray of their own, so they come before this one; they have a record for each
+    round.
     """
     peers = [case for case in selected if case.work == "peers"]
     selected = [case for case in selected if case.work != "peers"]

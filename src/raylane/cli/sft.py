@@ -142,16 +142,14 @@ SHOWN_DOCUMENTS = 8
 
 def print_first_batch(config: RunConfig) -> None:
     """Print documents of the first step, with the supervised text marked."""
-    import itertools
-
     from raylane.sft.data import audit
     from raylane.sft.data.chat import ChatTokenizer
-    from raylane.sft.data.mixing import open_training_rows, rows_of_step
+    from raylane.sft.data.mixing import documents_of_step, open_training_rows
     from raylane.sft.data.prepare import prepare
 
     prepared = prepare(config)
     rows = open_training_rows(prepared, config)
-    documents = [*itertools.chain.from_iterable(rows.packs[row] for row in rows_of_step(rows, config, 0))]
+    documents = documents_of_step(rows, config, 0)
     tokenizer = ChatTokenizer.load(prepared.tokenizer_dir)
     style = audit.marks(sys.stdout.isatty())
     print(f"\nfirst batch: {len(documents)} documents, the first {min(len(documents), SHOWN_DOCUMENTS)} of them:")

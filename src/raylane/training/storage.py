@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, TYPE_CHECKING, Any, TypeAlias, cast
 from urllib.parse import unquote, urlsplit
 
@@ -30,8 +31,11 @@ from raylane.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
-OPTIONS = {"use_listings_cache": False}
-"""Options of every fsspec file system: a cached listing would miss what other processes wrote meanwhile."""
+OPTIONS: Mapping[str, Any] = MappingProxyType({"use_listings_cache": False})
+"""Options of every fsspec file system: a cached listing would miss what other processes wrote meanwhile.
+
+Read-only: `datasets` adds to the options that it gets.
+"""
 
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "abfss": "adlfs"}
 """Package that fsspec needs for a scheme; the first two are in the extra `s3` of raylane."""

@@ -245,9 +245,9 @@ class RowEncoder:
         if done == "truncate":
             counts["truncated"] = 1
             counts["cut_tokens"] = len(encoded.tokens) - limit
-        kept = [(tokens, mask) for tokens, mask in pieces if mask.any()]
-        counts["emptied"] = len(pieces) - len(kept)
-        return kept
+        learned_pieces = [(tokens, mask) for tokens, mask in pieces if mask.any()]
+        counts["emptied"] = len(pieces) - len(learned_pieces)
+        return learned_pieces
 
 
 def _table(documents: Sequence[_Document]) -> Any:

@@ -75,20 +75,20 @@ def formatted(row: Mapping[str, Any], keys: ColumnKeys, where: str) -> Formatted
             return convert(row, where)
     close = difflib.get_close_matches(keys.messages, row, n=1)
     if "chosen" in row and "rejected" in row:
-        told = (
+        reason = (
             "'chosen' and 'rejected' are a choice between two answers, and raylane trains on one. Write the chosen one "
             f"as {keys.messages!r}"
         )
     elif close:
-        told = f"no key {keys.messages!r} among {sorted(row)}; set data.messages_key={close[0]}"
+        reason = f"no key {keys.messages!r} among {sorted(row)}; set data.messages_key={close[0]}"
     else:
-        told = (
+        reason = (
             f"no known layout has the keys {sorted(row)}. Known are {keys.messages!r}, 'conversations', 'prompt' with "
             "'completion', 'question' with 'answer', 'instruction' with 'output', and 'text'. Write "
             '{"messages": [{"role": ..., "content": ...}]}, or set data.input_key and data.output_key to the keys of '
             "question and answer"
         )
-    raise DataError(f"{where}: {told}", keys=sorted(row))
+    raise DataError(f"{where}: {reason}", keys=sorted(row))
 
 
 def _as_messages(row: Mapping[str, Any], key: str) -> FormattedRow:

@@ -69,6 +69,11 @@ def open_training_rows(prepared: PreparedData, config: RunConfig) -> RowSource:
     return RowSource(cache, packs, length, prepared.pad_id, WeightedFiles(counts, weights), prepared.places)
 
 
+def documents_of_step(rows: RowSource, config: RunConfig, step: int) -> list[int]:
+    """Return the documents in the rows of a step's global batch, row by row."""
+    return [document for row in rows_of_step(rows, config, step) for document in rows.packs[row]]
+
+
 def rows_of_step(rows: RowSource, config: RunConfig, step: int) -> np.ndarray:
     """Return the indices of the rows of a step's global batch, int64 [rows], in the order in which workers take them.
 

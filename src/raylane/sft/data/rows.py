@@ -87,7 +87,7 @@ class TokenCache:
     @property
     def num_supervised(self) -> int:
         """Number of supervised tokens in all documents; each access reads the whole mask."""
-        return sum(int(np.count_nonzero(self.document(index)[1])) for index in range(len(self)))
+        return sum(int(np.count_nonzero(chunk.supervised)) for chunk in self._chunks)
 
     def document(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Return (tokens int32 [n], supervised bool [n]) of one document; IndexError if the index is out of range."""

@@ -42,7 +42,6 @@ _COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bz2", 
 """First bytes of compressed files, and fsspec's name of the compression."""
 
 _COMPRESSED_SUFFIXES = (".gz", ".zst", ".bz2", ".xz")
-_DATA_SUFFIXES = {".json", ".jsonl", ".csv", ".tsv", ".txt", ".parquet", ".arrow", *_COMPRESSED_SUFFIXES}
 
 
 class FileKind(NamedTuple):
@@ -72,6 +71,7 @@ DATA_SET = FileKind("data set", "", {})
 """Folder, or data set of the hub, whose files `datasets` finds itself."""
 _BY_HEAD = {b"PAR1": PARQUET, b"ARROW1": ARROW, b"\xff\xff\xff\xff": ARROW}
 _BY_SUFFIX = {".csv": CSV, ".tsv": TSV, ".txt": TEXT, ".parquet": PARQUET, ".arrow": ARROW}
+_DATA_SUFFIXES = {".json", ".jsonl", *_BY_SUFFIX, *_COMPRESSED_SUFFIXES}
 _REFUSED_HEADS = {b"PK\x03\x04": ("a zip archive", "Unpack it"), b"\x89HDF": ("an HDF5 file", "Convert it to Parquet")}
 
 
@@ -197,7 +197,7 @@ def _unreadable(path: object, error: object) -> DataError:
 
 
 _NO_ROWS = ("corresponds to no data", "No columns to parse", "BatchSize must be greater than 0")
-"""What the library says of files without rows."""
+"""Parts of the messages of `datasets` and pandas for files without rows."""
 
 
 class _reading:
@@ -247,12 +247,14 @@ def _file_table(files: Sequence[Place], first: int, folder: Path) -> RowTable:
     """Return the rows of files of one kind."""
     from datasets import concatenate_datasets
 
-    places, parts, kind = [], [], _kind_at(files[0])
-    for file in files:
-        if _kind_at(file) != kind:
+    places, parts = [], []
+    kinds = [_kind_at(file) for file in files]
+    kind = kinds[0]
+    for file, kind_of_file in zip(files, kinds, strict=True):
+        if kind_of_file != kind:
             raise DataError(
-                f"{files[0]} and {file} are of two kinds, {kind.name} and {_kind_at(file).name}. List them one by one "
-                "in data.train",
+                f"{files[0]} and {file} are of two kinds, {kind.name} and {kind_of_file.name}. List them one by one in "
+                "data.train",
                 path=str(file),
             )
         with _reading(file):
@@ -299,7 +301,7 @@ def _file_rows(file: Place, kind: FileKind, folder: Path) -> Dataset:
         # All cells are text: a column of numbers would be no answer.
         options |= {"names": names, "header": 0, "features": Features(dict.fromkeys(names, Value("string")))}
     if isinstance(file, Url):
-        options["storage_options"] = dict(storage.OPTIONS)  # the library adds to it
+        options["storage_options"] = dict(storage.OPTIONS)
     rows = load_dataset(kind.builder, data_files=[name], split="train", cache_dir=str(folder), **options)
     return _items(rows, file) if kind.is_array else rows
 

@@ -11,7 +11,6 @@ Before a validation or a save the driver waits for all steps in flight.
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections import deque
 from contextlib import ExitStack
@@ -21,7 +20,7 @@ from pathlib import Path
 from raylane.errors import CheckpointError, StepNotFiniteError, WorkerLostError
 from raylane.sft.config.schema import RunConfig
 from raylane.sft.data import order
-from raylane.sft.data.mixing import open_training_rows, rows_of_step
+from raylane.sft.data.mixing import documents_of_step, open_training_rows, rows_of_step
 from raylane.sft.data.places import place_of
 from raylane.sft.data.prepare import prepare
 from raylane.sft.data.prepared import PreparedData
@@ -411,9 +410,7 @@ _NAMED_LINES = 8
 def with_rows(error: StepNotFiniteError, config: RunConfig, rows: RowSource) -> StepNotFiniteError:
     """Return the error of a step with the lines of the data files that are in its rows."""
     number = int(error.fields["step"]) - 1
-    chosen = rows_of_step(rows, config, number)
-    documents = itertools.chain.from_iterable(rows.packs[row] for row in chosen)
-    numbers = sorted({int(rows.cache.origin[document]) for document in documents})
+    numbers = sorted({int(rows.cache.origin[document]) for document in documents_of_step(rows, config, number)})
     places = [place_of(rows.places, number) for number in numbers[:_NAMED_LINES]]
     more = f" and {len(numbers) - len(places)} more" if len(numbers) > len(places) else ""
     text = f"{error}. The step has the data of {', '.join(places)}{more}"

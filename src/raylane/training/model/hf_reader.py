@@ -207,10 +207,10 @@ def _read(causal_lm: Any, weight: Tensor, source: WeightSources, folder: Path, s
     sizes, starts = shape, (0,) * len(shape)
     if isinstance(weight, DTensor):
         sizes, starts = compute_local_shape_and_global_offset(shape, weight.device_mesh, weight.placements)
-    own = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
+    local_slices = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
     if 0 in sizes:  # more workers than rows or experts
         return
-    part = own if source.converter is None else (...,)
+    part = local_slices if source.converter is None else (...,)
 
     def values_of(name: str) -> Tensor:
         of_name = stored(name)
@@ -227,7 +227,7 @@ def _read(causal_lm: Any, weight: Tensor, source: WeightSources, folder: Path, s
         return values
 
     try:
-        values = source.convert(causal_lm, values_of, own[0] if own else slice(None))
+        values = source.convert(causal_lm, values_of, local_slices[0] if local_slices else slice(None))
     except (RuntimeError, ValueError, IndexError) as error:  # of transformers' operations, for wrong shapes
         raise CheckpointError(
             f"the weights in {folder} do not fit this model: {source.target} cannot be made of "
@@ -238,7 +238,7 @@ def _read(causal_lm: Any, weight: Tensor, source: WeightSources, folder: Path, s
         whole_shape = (*shape[:1], *values.shape[1:]) if source.stacks_experts else tuple(values.shape)
         if whole_shape != shape:
             raise _misfit(folder, source.target, whole_shape, shape)
-        values = values[(slice(None), *own[1:]) if source.stacks_experts else own]
+        values = values[(slice(None), *local_slices[1:]) if source.stacks_experts else local_slices]
     with torch.no_grad():
         own_part(weight).copy_(values)
 

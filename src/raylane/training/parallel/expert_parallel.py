@@ -88,15 +88,15 @@ def _own_experts(experts: Any, groups: _Groups, arrived: Tensor, chosen: Tensor)
     # are sums over the tokens of all workers of a copy already.
     parameters = dict(experts.named_parameters(recurse=False))
     summed = _SummedGradients.apply(groups, *map(own_part, parameters.values()))  # type: ignore[no-untyped-call]
-    own = {name: values.to(arrived.dtype) for name, values in zip(parameters, summed, strict=True)}
+    local_parameters = {name: values.to(arrived.dtype) for name, values in zip(parameters, summed, strict=True)}
     if not len(arrived):
         # Every worker needs a gradient of every parameter: the norm of all gradients is computed together.
-        return arrived + torch.stack([values.sum() for values in own.values()]).sum() * 0.0
+        return arrived + torch.stack([values.sum() for values in local_parameters.values()]).sum() * 0.0
     # A copy that has this worker's experts, and shares everything else with the module.
     stand_in = copy.copy(experts)
     stand_in.__dict__.pop("forward")
-    stand_in._parameters = own
-    stand_in.num_experts = next(iter(own.values())).shape[0]
+    stand_in._parameters = local_parameters
+    stand_in.num_experts = next(iter(local_parameters.values())).shape[0]
     output: Tensor = stand_in.forward(arrived, chosen[:, None], arrived.new_ones(len(arrived), 1))
     return output
 

@@ -184,9 +184,9 @@ def progress_line(step: int, total: int, figures: Mapping[str, float], left_s: f
     """Return a progress line such as 'step  20/107  left 0:12:05  loss 5.1234  tokens_per_s 12,345'. Pure."""
     width = len(str(total))
     # Before the metrics, because a narrow terminal shows only the beginning.
-    left = [] if left_s is None else [f"left {timedelta(seconds=round(left_s))}"]
+    time_left = [] if left_s is None else [f"left {timedelta(seconds=round(left_s))}"]
     shown = (f"{name} {figure(value)}" for name, value in figures.items())
-    return "  ".join([f"step {step:>{width}}/{total}", *left, *shown])
+    return "  ".join([f"step {step:>{width}}/{total}", *time_left, *shown])
 
 
 def progress_bar(step: int, total: int, figures: Mapping[str, float], columns: int, left_s: float | None = None) -> str:
