@@ -31,16 +31,24 @@ def run(selected: Sequence[Case], *, quick: bool) -> list[dict[str, Any]]:
 
 
 def run_group(group: Sequence[Case], *, quick: bool) -> list[dict[str, Any]]:
-    """Run cases whose contenders take turns, on the Ray that this process is connected to."""
-    contenders: list[Contender] = []
-    with contextlib.ExitStack() as stack:
-        for case in group:
-            reasons = {name: unavailable(name) for name in case.contenders}
-            for name, reason in reasons.items():
-                if reason is not None:
-                    print(f"{case.name}: contender {name} left out, because {reason}", flush=True)
-            contenders += start(case, [name for name, reason in reasons.items() if reason is None], stack)
-        return _measure(contenders, rounds_of(group, quick=quick))
+    """Run cases whose contenders take turns, on the Ray that this process is connected to.
+
+    Agents of NIXL keep a core each busy, idle or not: they start after all the others have ended.
+    """
+    for case in group:
+        for name in case.contenders:
+            if (reason := unavailable(name)) is not None:
+                print(f"{case.name}: contender {name} left out, because {reason}", flush=True)
+    records: list[dict[str, Any]] = []
+    for busy in (False, True):
+        contenders: list[Contender] = []
+        with contextlib.ExitStack() as stack:
+            for case in group:
+                names = [name for name in case.contenders if unavailable(name) is None]
+                contenders += start(case, [name for name in names if name.endswith("nixl") is busy], stack)
+            if contenders:
+                records += _measure(contenders, rounds_of(group, quick=quick))
+    return records
 
 
 def _measure(contenders: Sequence[Contender], rounds: int) -> list[dict[str, Any]]:
