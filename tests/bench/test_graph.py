@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from raylane.bench import environment, graph, graph_cases, graph_workloads
+from raylane.bench import environment, graph, graph_cases, graph_values, graph_workloads
 from raylane.bench.graph_actors import Peer, Stepper
 from raylane.bench.graph_cases import CASES, Case, blocks_of, cases, contender_names, group_by_graph, step_times_us
 from raylane.bench.measure import Tally
@@ -26,6 +26,7 @@ def test_cases_and_who_takes_part() -> None:
         *("array-10MB-4", "array-10MB-4-empty", "idle-8", "step-20ms", "throughput-8", "million", "compile-8"),
         *("beside-150", "echo-busy1", "echo-busy2", "chain-4-busy1", "chain-4-busy2"),
         *("allreduce-1MB-2", "allreduce-1MB-4"),
+        *(f"values-{name}" for name in graph_values.NAMES),
     ]
     assert cases(None) == list(CASES.values())
     with pytest.raises(ValueError, match="unknown cases chain-5; the cases are echo, echo-1ms"):

@@ -80,6 +80,7 @@ def _run_case(case: Case, blocks: Blocks, contenders: Sequence[Contender]) -> di
     called = dataclasses.replace(case, workload="calls") if case.workload in ("idle", "million") else case
 
     def warm(contender: Contender) -> None:
+        contender.take_value(case)
         contender.block(called, brief)
         if case.workload == "idle":
             time.sleep(RESUME_S)

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from raylane.bench import measure
+from raylane.bench import graph_values, measure
 
 RAYLANE, COMPILED, CALLS, LOOP = "raylane", "ray:compiled", "ray:calls", "loop"
 BLOCKING = "raylane:block"
@@ -47,6 +47,8 @@ class Case:
     """Number of idle graphs on the actor of the contender BESIDE."""
     empty: bool = False
     """True if the value is an array made by `raylane.empty`."""
+    value: str = ""
+    """Name of the value in `graph_values`; empty for a small dict, or what the method needs."""
     contenders: tuple[str, ...] = _GRAPHS
     """Names of the contenders."""
 
@@ -90,6 +92,7 @@ _ALL += [
     Case(f"allreduce-1MB-{actors}", actors, "fan", "allreduce", contenders=(RAYLANE, GLOO, IN_METHOD, COMPILED))
     for actors in (2, 4)
 ]
+_ALL += [Case(f"values-{name}", value=name, contenders=(RAYLANE, COMPILED)) for name in graph_values.NAMES]
 CASES = {case.name: case for case in _ALL}
 
 

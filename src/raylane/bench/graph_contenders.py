@@ -17,7 +17,7 @@ import ray
 from ray import dag
 
 import raylane
-from raylane.bench import graph_collectives, graph_workloads
+from raylane.bench import graph_collectives, graph_values, graph_workloads
 from raylane.bench.graph_actors import Peer, Stepper
 from raylane.bench.graph_cases import (
     BESIDE,
@@ -58,7 +58,9 @@ class Contender:
         self.case = case
         self.actors = actors
         self.pids: list[int] = ray.get([actor.pid.remote() for actor in actors], timeout=TIMEOUT_S)
-        self.value: Any = {"step": 1}
+        self.small = {"step": 1}
+        """Value of cases that name none."""
+        self.value: Any = self.small
         """Value to send."""
         self.answer: Any = [self.value] * case.actors if case.shape == "fan" else self.value
         """Answer to expect."""
@@ -102,6 +104,15 @@ class Contender:
         """Release what `open` made, and end the actors."""
         for actor in self.actors:
             ray.kill(actor)
+
+    def take_value(self, case: Case) -> None:
+        """Send the value of a case from now on. RuntimeError if its answer is not the value."""
+        if not case.value:
+            self.value = self.small if case.method == "echo" else self.value
+            return
+        self.value = graph_values.make(case.value)
+        if not graph_values.equal(answer := self.call(), self.value):
+            raise RuntimeError(f"{case.name}: {self.name} returned {answer!r:.200}. This is a bug")
 
     def block(self, case: Case, blocks: Blocks) -> Tally:
         """Run and time one block of calls."""

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,29 +32,23 @@ def run(selected: Sequence[Case], *, quick: bool) -> list[dict[str, Any]]:
 
 
 def run_group(group: Sequence[Case], *, quick: bool) -> list[dict[str, Any]]:
-    """Run cases whose contenders take turns, on the Ray that this process is connected to.
-
-    Agents of NIXL keep a core each busy, idle or not: they start after all the others have ended.
-    """
-    for case in group:
-        for name in case.contenders:
-            if (reason := unavailable(name)) is not None:
-                print(f"{case.name}: contender {name} left out, because {reason}", flush=True)
-    records: list[dict[str, Any]] = []
-    for busy in (False, True):
-        contenders: list[Contender] = []
-        with contextlib.ExitStack() as stack:
-            for case in group:
-                names = [name for name in case.contenders if unavailable(name) is None]
-                contenders += start(case, [name for name in names if name.endswith("nixl") is busy], stack)
-            if contenders:
-                records += _measure(contenders, rounds_of(group, quick=quick))
-    return records
+    """Run cases whose contenders take turns, on the Ray that this process is connected to."""
+    contenders: list[Contender] = []
+    with contextlib.ExitStack() as stack:
+        for case in group:
+            reasons = {name: unavailable(name) for name in case.contenders}
+            for name, reason in reasons.items():
+                if reason is not None:
+                    print(f"{case.name}: contender {name} left out, because {reason}", flush=True)
+            contenders += start(case, [name for name, reason in reasons.items() if reason is None], stack)
+        stack.callback(measure.send, signal.SIGCONT, contenders)  # a stopped process could not be ended
+        return _measure(contenders, rounds_of(group, quick=quick))
 
 
 def _measure(contenders: Sequence[Contender], rounds: int) -> list[dict[str, Any]]:
     first_us, memory = {}, {}
-    for contender in contenders:
+    # Agents of NIXL, made in the first transfer, keep a core each busy from then on: they come last, and are stopped.
+    for contender in sorted(contenders, key=lambda contender: contender.label.endswith("nixl")):
         memory[contender.name] = {kind: contender.memory(kind) for kind in ("RssAnon", "Pss")}
         samples = []
         for _ in range(WARM_UPS):
@@ -63,6 +58,8 @@ def _measure(contenders: Sequence[Contender], rounds: int) -> list[dict[str, Any
         first_us[contender.name] = samples[0]
         for pid in contender.pids:
             forget_peak(pid)
+        if contender.label.endswith("nixl"):
+            measure.stop([contender])
 
     def block(contender: Contender) -> measure.Tally:
         samples = contender.sample()
