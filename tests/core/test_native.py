@@ -6,6 +6,7 @@ import itertools
 import os
 import pickle
 import shutil
+import struct
 import subprocess
 import sys
 import types
@@ -13,6 +14,7 @@ from array import array
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from core.processes import start_code
@@ -91,10 +93,38 @@ def test_slots_carry_messages_between_implementations(writing: Any, reading: Any
 @PAIRS
 def test_slots_say_when_the_rest_of_a_message_must_be_read(writing: Any, reading: Any) -> None:
     made = Channel(writing, reading)
-    HEADER.pack_into(made.segment.view, SLOTS_AT, 0, 7, 1, 2, 3)
-    made.writer.notify(0)
-    assert made.readers[0].poll() == (1, 2, None)
+    array = np.arange(3, dtype=np.int64)
+    made.writer.write_parts(0, 1, 2, b"body", [b"", array.data, pickle.PickleBuffer(bytearray(b"xyz"))])
+    assert made.writer.bytes == 4 + 24 + 3
     assert [value(page.address) for page in made.pages] == [1, 1]
+    for reader in made.readers:
+        with pytest.raises(ValueError, match="no message was taken"):
+            reader.parts()
+        assert reader.poll() == (1, 2, None)
+        body, buffers = reader.parts()
+        assert (body, buffers) == (b"body", [b"", array.tobytes(), b"xyz"])
+        assert [type(buffer) for buffer in buffers] == [bytearray] * 3
+
+
+@PAIRS
+def test_parts_that_do_not_fit_are_refused(writing: Any, reading: Any) -> None:
+    made = Channel(writing, reading)
+    for body, buffers in ((bytes(200), [bytes(33)]), (b"", [b""] * 31), (b"", [bytes(300)])):
+        with pytest.raises(ValueError, match="do not fit into a slot of 256"):
+            made.writer.write_parts(0, 0, 0, body, buffers)
+    assert made.readers[0].poll() is None
+    made.writer.write_parts(0, 0, 0, bytes(200), [bytes(32)])  # fills the slot
+    assert made.readers[0].poll() == (0, 0, None)
+    assert made.readers[0].parts() == (bytes(200), [bytes(32)])
+    HEADER.pack_into(made.segment.view, SLOTS_AT, 0, 201, 0, 0, 1)  # by a hostile peer
+    with pytest.raises(AssertionError, match="201 bytes does not fit into a slot"):
+        made.readers[0].parts()
+    struct.pack_into("<Q", made.segment.view, SLOTS_AT + HEADER.size, 1 << 63)
+    with pytest.raises(AssertionError, match="bytes does not fit into a slot"):
+        made.readers[0].parts()
+    HEADER.pack_into(made.segment.view, SLOTS_AT, 0, 0, 0, 0, 31)
+    with pytest.raises(AssertionError, match="31 buffers do not fit into a slot"):
+        made.readers[0].parts()
 
 
 @PAIRS
@@ -103,8 +133,8 @@ def test_slots_refuse_what_does_not_fit(writing: Any, reading: Any) -> None:
     with pytest.raises(ValueError, match="241 bytes do not fit into a slot of 256"):
         made.writer.write(0, 0, 0, bytes(241))
     assert made.readers[0].poll() is None
+    made.writer.write(0, 0, 0, b"")
     HEADER.pack_into(made.segment.view, SLOTS_AT, 0, 241, 0, 0, 0)  # by a hostile peer
-    made.writer.notify(0)
     with pytest.raises(AssertionError, match="a message of 241 bytes does not fit into a slot"):
         made.readers[0].poll()
     made.writer.write(5, 0, 0, b"overrun")
@@ -341,9 +371,13 @@ for a in odd:
                 attempt(writer.write, 0, 0, 0, b"x" * max(0, c - 16))
                 attempt(writer.write, a, b, c, b"x" * 300)
                 attempt(writer.write, a, 0, 0, b"y")
+                attempt(writer.write_parts, a, 0, 0, b"y", [b"z" * 100, a])
+                attempt(writer.write_parts, 0, 0, 0, b"x" * max(0, c - 30), [b"z"])
             if reader is not None:
                 HEADER.pack_into(segment.view, a, 0, 0xFFFFFFFF, 255, 255, 0)
                 attempt(reader.take)
+                HEADER.pack_into(segment.view, a, 0, 0xFFFFFFFF, 255, 255, 0xFFFF)
+                attempt(reader.parts)
         attempt(native.SlotReader, segment.memory, a, 64, 3, 256, bell)
         attempt(native.SlotWriter, segment.memory, 64, 3, 256, ((a, page.memory, b),))
         attempt(native.SlotWriter, segment.memory, 64, 3, 256, a)

@@ -28,6 +28,7 @@ from raylane.graph.values.message import (
     MAX_BUFFERS,
     NOTHING,
     SIGNAL,
+    SMALL_TENSOR_BYTES,
     TENSORS,
     VALUE,
     Encoder,
@@ -202,15 +203,57 @@ def test_arrays_own_the_memory_they_are_made_from(encoder: Encoder) -> None:
 # torch
 
 
-def test_tensors_alone_and_inside(encoder: Encoder) -> None:
-    for value in (torch.arange(6.0).reshape(2, 3), torch.tensor(5), torch.empty(0, 3), torch.ones(3, dtype=torch.bool)):
-        for wrapped in (value, {"t": [value, np.ones(2), "x"]}):
-            message = encoder.encode(wrapped)
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        (torch.arange(6.0).reshape(2, 3), VALUE),
+        (torch.tensor(5), VALUE),
+        (torch.ones(3, dtype=torch.bool), VALUE),
+        (torch.ones(3, dtype=torch.bfloat16), VALUE),
+        (torch.ones(3, dtype=torch.complex64), VALUE),
+        (torch.ones(2, 3, dtype=torch.float8_e4m3fn), VALUE),
+        (torch.arange(10)[2:5], VALUE),
+        (torch.ones(SMALL_TENSOR_BYTES // 4 - 1), VALUE),
+        (torch.ones(SMALL_TENSOR_BYTES // 4), TENSORS),
+        (torch.empty(0, 3), TENSORS),
+        (torch.ones(2, 3).T, TENSORS),
+        (torch.ones(3).expand(2, 3), TENSORS),
+        (torch.ones(3, requires_grad=True), TENSORS),
+        (torch.nn.Parameter(torch.ones(3)), TENSORS),
+        (torch.tensor([1 + 2j]).conj(), TENSORS),
+        (torch.eye(3).to_sparse(), TENSORS),
+    ],
+    ids=str,
+)
+def test_tensors_alone_and_inside(encoder: Encoder, value: torch.Tensor, kind: int) -> None:
+    for wrapped in (value, {"t": [value, np.ones(2), "x"]}):
+        message = encoder.encode(wrapped)
+        assert message.kind == kind
+        got = arrive(message)
+        got = got if wrapped is value else got["t"][0]
+        assert (got.dtype, got.shape, got.requires_grad) == (value.dtype, value.shape, value.requires_grad)
+        assert got.layout == value.layout
+        if value.layout == torch.strided:
+            assert (got.stride(), type(got)) == (value.stride(), type(value))
+            assert torch.equal(got.to(torch.complex64), value.to(torch.complex64))
+            if value.numel() and 0 not in value.stride():
+                with torch.no_grad():
+                    got.copy_(torch.zeros_like(got))  # its own memory
+
+
+def test_tensors_of_one_storage_stay_shared(encoder: Encoder) -> None:
+    base = torch.zeros(10)
+    for value in ([base, base[2:4]], [base[:5], base[5:]], [base[2:4], np.ones(3), base]):
+        for _ in range(2):  # the encoder is kept
+            message = encoder.encode(value)
             assert message.kind == TENSORS
             got = arrive(message)
-            got = got if wrapped is value else got["t"][0]
-            assert got.dtype == value.dtype
-            assert torch.equal(got, value)
+            assert got[0].untyped_storage().data_ptr() == got[-1].untyped_storage().data_ptr()
+    again = arrive(encoder.encode([base, base]))
+    assert again[0] is again[1]
+    for _ in range(3):  # what was seen in one value says nothing of the next one
+        assert encoder.encode([base]).kind == VALUE
+        assert encoder.encode([np.ones(3), base]).kind == VALUE
 
 
 def test_views_ties_parameters_and_modules(encoder: Encoder) -> None:
@@ -281,7 +324,7 @@ def test_torch_may_be_imported_later(monkeypatch: pytest.MonkeyPatch) -> None:
     encoder = Encoder()
     assert arrive(encoder.encode([1])) == [1]
     monkeypatch.setitem(sys.modules, "torch", module)
-    assert encoder.encode([torch.ones(3)]).kind == TENSORS
+    assert encoder.encode([torch.ones(3, requires_grad=True)]).kind == TENSORS
 
 
 # Classes and functions that another process could not import

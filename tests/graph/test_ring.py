@@ -102,7 +102,7 @@ def test_ring_messages_of_every_size_stay_in_their_slot(body: int, sizes: list[i
     made = Ring(slots=3)
     made.write(b"before", [b"its buffer"])
     sent = filled(body, 1), [filled(size, number) for number, size in enumerate(sizes)]
-    made.writer._memory[HEADER_BYTES + 2 * SLOT_BYTES : HEADER_BYTES + 3 * SLOT_BYTES] = b"\xaa" * SLOT_BYTES
+    made.segment.view[HEADER_BYTES + 2 * SLOT_BYTES : HEADER_BYTES + 3 * SLOT_BYTES] = b"\xaa" * SLOT_BYTES
     made.write(*sent, kind=ERROR)
     assert made.segment.view[HEADER_BYTES + 2 * SLOT_BYTES :].tobytes() == b"\xaa" * SLOT_BYTES
     made.write(b"after")

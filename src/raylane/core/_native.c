@@ -355,7 +355,48 @@ static PyObject *reader_poll(SlotReader *self, PyObject *ignored) {
     return reader_take(self, ignored);
 }
 
+static PyObject *reader_parts(SlotReader *self, PyObject *Py_UNUSED(ignored)) {
+    REQUIRE(self->doorbell);
+    if (!self->sequence) return PyErr_Format(PyExc_ValueError, "no message was taken");
+    const char *slot =
+        (char *)self->memory.buf + self->slots_at + (Py_ssize_t)((self->sequence - 1) % self->slots) * self->slot_bytes;
+    uint32_t body_size;
+    uint16_t count;
+    memcpy(&body_size, slot + 8, 4);
+    memcpy(&count, slot + 14, 2);
+    Py_ssize_t room = self->slot_bytes - SLOT_HEADER - 8 * (Py_ssize_t)count;
+    if (room < 0) return PyErr_Format(PyExc_AssertionError, "%d buffers do not fit into a slot", (int)count);
+    const char *sizes = slot + SLOT_HEADER, *at = sizes + 8 * (Py_ssize_t)count;
+    PyObject *parts = PyList_New(count), *body = NULL, *found = NULL;
+    for (Py_ssize_t i = 0; parts && i < count; i++) {
+        uint64_t size;
+        memcpy(&size, sizes + 8 * i, 8);
+        if (size > (uint64_t)room) {
+            PyErr_Format(PyExc_AssertionError, "a buffer of %llu bytes does not fit into a slot", (unsigned long long)size);
+            Py_CLEAR(parts);
+            break;
+        }
+        PyObject *part = PyByteArray_FromStringAndSize(at, (Py_ssize_t)size); /* arrays in it are writable */
+        if (!part) {
+            Py_CLEAR(parts);
+            break;
+        }
+        PyList_SET_ITEM(parts, i, part);
+        at += size;
+        room -= (Py_ssize_t)size;
+    }
+    if (parts && (Py_ssize_t)body_size > room)
+        PyErr_Format(PyExc_AssertionError, "a message of %u bytes does not fit into a slot", body_size);
+    else if (parts)
+        body = PyBytes_FromStringAndSize(at, body_size);
+    if (body) found = PyTuple_Pack(2, body, parts);
+    Py_XDECREF(body);
+    Py_XDECREF(parts);
+    return found;
+}
+
 static PyMethodDef reader_methods[] = {
+    {"parts", (PyCFunction)reader_parts, METH_NOARGS, "Return (body, buffers) of the message that was taken last."},
     {"take", (PyCFunction)reader_take, METH_NOARGS, "Read the next message, after a successful wait for it."},
     {"poll", (PyCFunction)reader_poll, METH_NOARGS, "Read the next message, or return None if there is none."},
     {NULL, NULL, 0, NULL},
@@ -461,28 +502,41 @@ static void notify_readers(SlotWriter *self, int flags) {
     if (sleeps) eventfd_write(self->wake_fd, 1); /* fails only if 2^64 writes are unread, and then the loop is awake */
 }
 
+/* Take sequence, kind and flags of a message, and return its slot; NULL with an error if one is out of range. */
+static char *slot_for(SlotWriter *self, PyObject *const *args, long long *sequence, long *kind, long *flags) {
+    *sequence = PyLong_AsLongLong(args[0]);
+    *kind = PyLong_AsLong(args[1]);
+    *flags = PyLong_AsLong(args[2]);
+    if (PyErr_Occurred()) return NULL;
+    if (*sequence < 0 || *kind < 0 || *kind > 255 || *flags < 0 || *flags > 255) {
+        PyErr_Format(PyExc_ValueError, "sequence %lld, kind %ld or flags %ld out of range", *sequence, *kind, *flags);
+        return NULL;
+    }
+    return (char *)self->memory.buf + self->slots_at + (Py_ssize_t)(*sequence % self->slots) * self->slot_bytes;
+}
+
+static void fill_header(char *slot, long long sequence, uint32_t size, long kind, long flags, uint16_t count) {
+    memcpy(slot, &sequence, 8);
+    memcpy(slot + 8, &size, 4);
+    slot[12] = (char)kind;
+    slot[13] = (char)flags;
+    memcpy(slot + 14, &count, 2);
+}
+
 static PyObject *writer_write(SlotWriter *self, PyObject *const *args, Py_ssize_t count) {
     REQUIRE(self->ready);
     if (count != 4) return PyErr_Format(PyExc_TypeError, "write takes sequence, kind, flags and body");
-    long long sequence = PyLong_AsLongLong(args[0]);
-    long kind = PyLong_AsLong(args[1]), flags = PyLong_AsLong(args[2]);
-    if (PyErr_Occurred()) return NULL;
-    if (sequence < 0 || kind < 0 || kind > 255 || flags < 0 || flags > 255)
-        return PyErr_Format(PyExc_ValueError, "sequence %lld, kind %ld or flags %ld out of range", sequence, kind, flags);
+    long long sequence;
+    long kind, flags;
+    char *slot = slot_for(self, args, &sequence, &kind, &flags);
     Py_buffer body;
-    if (PyObject_GetBuffer(args[3], &body, PyBUF_SIMPLE)) return NULL;
+    if (!slot || PyObject_GetBuffer(args[3], &body, PyBUF_SIMPLE)) return NULL;
     if (body.len > self->slot_bytes - SLOT_HEADER) {
         PyErr_Format(PyExc_ValueError, "%zd bytes do not fit into a slot of %zd", body.len, self->slot_bytes);
         PyBuffer_Release(&body);
         return NULL;
     }
-    char *slot = (char *)self->memory.buf + self->slots_at + (Py_ssize_t)(sequence % self->slots) * self->slot_bytes;
-    uint32_t size = (uint32_t)body.len;
-    memcpy(slot, &sequence, 8);
-    memcpy(slot + 8, &size, 4);
-    slot[12] = (char)kind;
-    slot[13] = (char)flags;
-    memset(slot + 14, 0, 2);
+    fill_header(slot, sequence, (uint32_t)body.len, kind, flags, 0);
     memcpy(slot + SLOT_HEADER, body.buf, (size_t)body.len);
     self->bytes += body.len;
     PyBuffer_Release(&body);
@@ -490,17 +544,55 @@ static PyObject *writer_write(SlotWriter *self, PyObject *const *args, Py_ssize_
     Py_RETURN_NONE;
 }
 
-static PyObject *writer_notify(SlotWriter *self, PyObject *flags) {
+static PyObject *writer_write_parts(SlotWriter *self, PyObject *const *args, Py_ssize_t count) {
     REQUIRE(self->ready);
-    long found = PyLong_AsLong(flags);
-    if (found == -1 && PyErr_Occurred()) return NULL;
-    notify_readers(self, (int)found);
+    if (count != 5 || !PyList_Check(args[4]))
+        return PyErr_Format(PyExc_TypeError, "write_parts takes sequence, kind, flags, body and a list of buffers");
+    long long sequence;
+    long kind, flags;
+    char *slot = slot_for(self, args, &sequence, &kind, &flags);
+    if (!slot) return NULL;
+    Py_ssize_t parts = PyList_GET_SIZE(args[4]), room = (self->slot_bytes - SLOT_HEADER) / 8, total = 0;
+    if (parts > UINT16_MAX || parts > room)
+        return PyErr_Format(PyExc_ValueError, "%zd buffers do not fit into a slot of %zd bytes", parts, self->slot_bytes);
+    room = self->slot_bytes - SLOT_HEADER - 8 * parts;
+    char *sizes = slot + SLOT_HEADER, *at = sizes + 8 * parts;
+    uint32_t body_size = 0;
+    /* The body comes last. Taking a buffer may run code that changes the list, so each is taken by its number. */
+    for (Py_ssize_t i = 0; i <= parts; i++) {
+        if (i < parts && i >= PyList_GET_SIZE(args[4]))
+            return PyErr_Format(PyExc_ValueError, "the list of buffers became shorter");
+        PyObject *part = Py_NewRef(i < parts ? PyList_GET_ITEM(args[4], i) : args[3]);
+        Py_buffer from;
+        int failed = PyObject_GetBuffer(part, &from, PyBUF_SIMPLE);
+        Py_DECREF(part);
+        if (failed) return NULL;
+        if (from.len > room) {
+            PyErr_Format(PyExc_ValueError, "%zd bytes do not fit into a slot of %zd", total + from.len, self->slot_bytes);
+            PyBuffer_Release(&from);
+            return NULL;
+        }
+        memcpy(at, from.buf, (size_t)from.len);
+        at += from.len;
+        room -= from.len;
+        total += from.len;
+        uint64_t size = (uint64_t)from.len;
+        if (i < parts)
+            memcpy(sizes + 8 * i, &size, 8);
+        else
+            body_size = (uint32_t)size;
+        PyBuffer_Release(&from);
+    }
+    fill_header(slot, sequence, body_size, kind, flags, (uint16_t)parts);
+    self->bytes += total;
+    notify_readers(self, (int)flags);
     Py_RETURN_NONE;
 }
 
 static PyMethodDef writer_methods[] = {
     {"write", (PyCFunction)(void (*)(void))writer_write, METH_FASTCALL, "Write one small message; notify the readers."},
-    {"notify", (PyCFunction)writer_notify, METH_O, "Tell the readers of a message that was written otherwise."},
+    {"write_parts", (PyCFunction)(void (*)(void))writer_write_parts, METH_FASTCALL,
+     "Write one message with buffers that fit into the slot; notify the readers."},
     {NULL, NULL, 0, NULL},
 };
 

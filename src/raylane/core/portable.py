@@ -32,6 +32,8 @@ FLAGS_AT, FLAGS = 64, 256
 _SLEEPS_AT = 48
 HEADER = struct.Struct("<QIBBH")
 """Header of a slot: sequence number, bytes of the body, kind, flags, number of buffers."""
+_SIZE = struct.Struct("<Q")
+"""Size of a buffer."""
 WAKE = 4
 """Flag of a message: its execution is awaited in asyncio."""
 _SCRIPT = b"\x8c\x08__main__"
@@ -178,7 +180,7 @@ class SlotReader:
     def take(self) -> tuple[int, int, bytes | None]:
         """Return (kind, flags, body) of the next message, after a successful wait for it.
 
-        The body is None if the message has buffers; then the slot holds more. AssertionError if a ring was overrun.
+        The body is None if the message has buffers: then call `parts`. AssertionError if a ring was overrun.
         """
         # The semaphore that the caller has waited for makes the bytes of this slot visible.
         at = self._slots_at + self.sequence % self._slots * self._slot_bytes
@@ -188,13 +190,33 @@ class SlotReader:
             raise AssertionError(f"message {sequence} in the place of message {self.sequence}: a ring was overrun")
         self.sequence = sequence + 1  # before anything can fail: the message is consumed in any case
         self._doorbell.read += 1
-        # Rare and large: the caller reads sizes, buffers and body itself.
         if count:
             return kind, flags, None
         if size > self._slot_bytes - HEADER.size:
             raise AssertionError(f"a message of {size} bytes does not fit into a slot")
         at += HEADER.size
         return kind, flags, bytes(self._view[at : at + size])
+
+    def parts(self) -> tuple[bytes, list[bytearray]]:
+        """Return (body, buffers) of the message that was taken last. AssertionError if its sizes do not fit."""
+        if not self.sequence:
+            raise ValueError("no message was taken")
+        at = self._slots_at + (self.sequence - 1) % self._slots * self._slot_bytes
+        end = at + self._slot_bytes
+        _, body_bytes, _, _, count = HEADER.unpack_from(self._view, at)
+        at += HEADER.size
+        if at + count * _SIZE.size > end:
+            raise AssertionError(f"{count} buffers do not fit into a slot")
+        sizes = [_SIZE.unpack_from(self._view, at + index * _SIZE.size)[0] for index in range(count)]
+        at += count * _SIZE.size
+        parts = []
+        for size in [*sizes, body_bytes]:
+            if at + size > end:
+                raise AssertionError(f"a part of {size} bytes does not fit into a slot")
+            # Copied out of the slot, which will be written again; bytearrays, so that arrays in them are writable.
+            parts.append(bytearray(self._view[at : at + size]))
+            at += size
+        return bytes(parts.pop()), parts
 
 
 class SlotWriter:
@@ -220,7 +242,7 @@ class SlotWriter:
         self.wake_fd = -1
         """Eventfd of the reader's event loop, or -1."""
         self.bytes = 0
-        """Bytes written, those of large messages not included."""
+        """Bytes written."""
 
     def write(self, sequence: int, kind: int, flags: int, body: Any) -> None:
         """Write message `sequence` without buffers, and notify the readers. ValueError if it does not fit."""
@@ -233,9 +255,27 @@ class SlotWriter:
         at += HEADER.size
         self._view[at : at + size] = body
         self.bytes += size
-        self.notify(flags)
+        self._notify(flags)
 
-    def notify(self, flags: int) -> None:
+    def write_parts(self, sequence: int, kind: int, flags: int, body: Any, buffers: Any) -> None:
+        """Write message `sequence` with C-contiguous buffers, and notify the readers. ValueError if it does not fit."""
+        parts = [memoryview(part).cast("B") for part in [*buffers, body]]
+        sizes = [part.nbytes for part in parts]
+        if HEADER.size + len(buffers) * _SIZE.size + sum(sizes) > self._slot_bytes:
+            raise ValueError(f"{sum(sizes)} bytes do not fit into a slot of {self._slot_bytes}")
+        at = self._slots_at + sequence % self._slots * self._slot_bytes
+        HEADER.pack_into(self._view, at, sequence, sizes[-1], kind, flags, len(buffers))
+        at += HEADER.size
+        for size in sizes[:-1]:
+            _SIZE.pack_into(self._view, at, size)
+            at += _SIZE.size
+        for part, size in zip(parts, sizes, strict=True):
+            self._view[at : at + size] = part
+            at += size
+        self.bytes += sum(sizes)
+        self._notify(flags)
+
+    def _notify(self, flags: int) -> None:
         """Tell the readers of a message that is in its slot."""
         # All `full` semaphores before the first doorbell: a reader that wakes must find its message.
         for full in self._fulls:

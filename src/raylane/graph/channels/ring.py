@@ -56,8 +56,10 @@ MAX_PLACES = 10
 """Maximum number of buffers of one message that are handed over: their places must fit into a slot. Others are copied.
 """
 LENT_BUFFERS, LENT_BODY, WAKE, HANDED_OVER = 1, 2, portable.WAKE, 8
+ELSEWHERE = LENT_BUFFERS | LENT_BODY
 """Flags of a message: its buffers are leased; its body too; the driver awaits its execution in asyncio; some of its
-buffers lie in memory that is handed over (`core.handover`)."""
+buffers lie in memory that is handed over (`core.handover`). A part of a message with a flag of ELSEWHERE is not in its
+slot."""
 
 
 class RingSpec(NamedTuple):
@@ -134,18 +136,18 @@ class RingWriter:
         """Open the writing end. `doorbells` are the readers' doorbells, in the order of `spec.readers`."""
         _check_size(segment, spec)
         self._segment = segment
-        self._memory = segment.view
         self._spec = spec
         self._pool = pool
-        self._slots = spec.slots
-        self._slots_offset = spec.offset + HEADER_BYTES
         readers = tuple(
             (spec.offset + index * SEMAPHORE_BYTES, doorbell.memory, flag)
             for index, (doorbell, flag) in enumerate(zip(doorbells, spec.flags, strict=True))
         )
-        self._slot_writer = native.SlotWriter(segment.memory, self._slots_offset, spec.slots, SLOT_BYTES, readers)
+        slots_at = spec.offset + HEADER_BYTES
+        self._slot_writer = native.SlotWriter(segment.memory, slots_at, spec.slots, SLOT_BYTES, readers)
         self.write_small = self._slot_writer.write
         """Function (sequence, kind, flags, body) for messages without buffers whose body has at most ROOM_BYTES."""
+        self.write_parts = self._slot_writer.write_parts
+        """Function (sequence, kind, flags, body, list of buffers) for messages that `fits_slot` permits."""
         self._large_bytes = 0
 
     @property
@@ -163,8 +165,7 @@ class RingWriter:
             self.write_small(sequence, kind, flags, body)
             return
         sizes = [memoryview(buffer).nbytes for buffer in buffers]
-        nbytes = sum(sizes) + len(body)
-        parts: list[Any] = [memoryview(buffer).cast("B") for buffer in buffers]
+        parts: list[Any] = list(buffers)
         if lent := _lent_flags(len(body), sizes):
             regions = _handed_over(buffers)
             copied = [buffer for buffer, place in zip(buffers, regions, strict=True) if place is None]
@@ -179,11 +180,11 @@ class RingWriter:
                 for region in regions:
                     if region is not None:
                         self._pool.hand_over(region[1], len(self._spec.readers))
+            self._large_bytes += sum(sizes) + with_body * len(body)
             parts, body = [pickle.dumps(place, 5)], b"" if with_body else body
+            self._large_bytes -= len(parts[0])
             flags |= lent
-        self._fill(sequence, kind, parts, body, flags)
-        self._large_bytes += nbytes
-        self._slot_writer.notify(flags)
+        self.write_parts(sequence, kind, flags, body, parts)
 
     def leased_bytes(self, message: Message) -> int:
         """Return the bytes that must be leased to send a message; 0 if the message fits into a slot."""
@@ -216,22 +217,9 @@ class RingWriter:
 
     def write_reserved(self, sequence: int, kind: int, body: bytes, reservation: Reservation, flags: int = 0) -> None:
         """Send a message whose reserved memory is filled. `body` is empty if the body lies in that memory too."""
-        self._large_bytes += len(body) + sum(reservation.descriptor.sizes)
         place = pickle.dumps(tuple(reservation.descriptor), 5)
-        self._fill(sequence, kind, [place], body, flags | (LENT_BUFFERS if body else LENT_BODY))
-        self._slot_writer.notify(flags)
-
-    def _fill(self, sequence: int, kind: int, parts: Sequence[Any], body: Any, flags: int) -> None:
-        at = self._slots_offset + sequence % self._slots * SLOT_BYTES
-        sizes = [len(part) for part in parts]
-        _HEADER.pack_into(self._memory, at, sequence, len(body), kind, flags, len(sizes))
-        at += _HEADER.size
-        for size in sizes:
-            _SIZE.pack_into(self._memory, at, size)
-            at += _SIZE.size
-        for part in [*parts, body]:
-            self._memory[at : at + len(part)] = part
-            at += len(part)
+        self._large_bytes += sum(reservation.descriptor.sizes) - len(place)
+        self.write_parts(sequence, kind, flags | (LENT_BUFFERS if body else LENT_BODY), body, [place])
 
 
 def _handed_over(buffers: Sequence[Any]) -> list[tuple[RegionPlace, Region] | None]:
@@ -243,6 +231,11 @@ def _handed_over(buffers: Sequence[Any]) -> list[tuple[RegionPlace, Region] | No
         regions.append(place)
         count += place is not None
     return regions
+
+
+def fits_slot(body_bytes: int, buffers: Sequence[Any]) -> bool:
+    """Return True if a message goes into a slot: copied once on each side. `buffers` are memoryviews."""
+    return not _lent_flags(body_bytes, [buffer.nbytes for buffer in buffers])
 
 
 def _lent_flags(body_bytes: int, sizes: Sequence[int]) -> int:
@@ -267,14 +260,13 @@ class RingReader:
         self._index = index
         self._leases = leases
         self._shared = len(spec.readers) > 1
-        self._slots = spec.slots
-        self._slots_offset = spec.offset + HEADER_BYTES
         full_at = spec.offset + index * SEMAPHORE_BYTES
-        self._slot_reader = native.SlotReader(
-            segment.memory, full_at, self._slots_offset, spec.slots, SLOT_BYTES, doorbell
-        )
+        slots_at = spec.offset + HEADER_BYTES
+        self._slot_reader = native.SlotReader(segment.memory, full_at, slots_at, spec.slots, SLOT_BYTES, doorbell)
         self.poll = self._slot_reader.poll
         """Function that returns (kind, flags, body) of the next message, or None. Give its result to `received`."""
+        self.parts = self._slot_reader.parts
+        """Function that returns (body, buffers) of the last message where `poll` gave no body."""
         self.writer = spec.writer
         self.flag = spec.flags[index]
         self.full = segment.address + full_at
@@ -296,19 +288,9 @@ class RingReader:
         """Return the whole message of which `poll` has just returned the beginning. Raises what `take` raises."""
         if body is not None:
             return Received(kind, flags, body, (), False)
-        memory = self._segment.memory  # slices of it are bytes: one object less than slices of a memoryview
-        at = self._slots_offset + (self._slot_reader.sequence - 1) % self._slots * SLOT_BYTES
-        _, size, _, _, count = _HEADER.unpack_from(memory, at)
-        at += _HEADER.size
-        sizes = [_SIZE.unpack_from(memory, at + index * _SIZE.size)[0] for index in range(count)]
-        at += count * _SIZE.size
-        parts = []
-        for nbytes in [*sizes, size]:
-            # Copied out of the slot, which will be written again; bytearrays, so that arrays in them are writable.
-            parts.append(bytearray(memory[at : at + nbytes]))
-            at += nbytes
-        whole: Any = parts.pop()
-        if not flags & (LENT_BUFFERS | LENT_BODY):
+        whole: Any
+        whole, parts = self.parts()
+        if not flags & ELSEWHERE:
             return Received(kind, flags, whole, parts, False)
         records, places = pickle.loads(parts[0]), []
         if flags & HANDED_OVER:

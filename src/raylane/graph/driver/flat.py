@@ -16,11 +16,11 @@ from typing import Any
 from ray.exceptions import RayError
 
 from raylane.core.deadline import Deadline
-from raylane.graph.channels.ring import ROOM_BYTES, WAKE, RingWriter
+from raylane.graph.channels.ring import ELSEWHERE, ROOM_BYTES, WAKE, RingWriter, fits_slot
 from raylane.graph.driver.collect import CHECK_S, Collector
 from raylane.graph.driver.result import GraphResult
 from raylane.graph.driver.submit import Submitter
-from raylane.graph.values.message import VALUE, Message
+from raylane.graph.values.message import BYTES, TEXT, VALUE, Message, decode
 
 
 def submit_function(submitter: Submitter, collector: Collector) -> Callable[..., GraphResult]:
@@ -33,7 +33,8 @@ def submit_function(submitter: Submitter, collector: Collector) -> Callable[...,
     # Looked up once: locals of the closure are found without a dictionary.
     executions, lock, lifecycle = submitter.executions, submitter.lock, submitter.lifecycle
     pending, bridge, encoder, empty = executions.pending, collector.bridge, submitter.encoder, submitter.empty
-    write, edges, max_inflight, modules = writer.write_small, collector.edge_count, submitter.max_inflight, sys.modules
+    write, write_parts, modules = writer.write_small, writer.write_parts, sys.modules
+    edges, max_inflight = collector.edge_count, submitter.max_inflight
     general, running_loop = submitter.submit, asyncio._get_running_loop
 
     def submit(args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float | None) -> GraphResult:
@@ -55,18 +56,20 @@ def submit_function(submitter: Submitter, collector: Collector) -> Callable[...,
                 message = encoder.encode(args[0])  # a tensor, or an error that this raises
             else:
                 number = executions.submitted
-                if body is None:
-                    message = encoder.rest(args[0])
-                elif len(body) > ROOM_BYTES or number - executions.completed >= max_inflight:
-                    message = Message(VALUE, body)
-                else:
+                message = Message(VALUE, body) if body is not None else encoder.rest(args[0])
+                kind, sent, buffers, _ = message
+                fits = fits_slot(len(sent), buffers) if buffers else len(sent) <= ROOM_BYTES
+                if fits and number - executions.completed < max_inflight:
                     # Outside of asyncio no message needs to wake a loop, and the actors save a system call.
                     wakes = bridge.active and running_loop() is not None
                     result = GraphResult(collector, number, edges, empty.copy(), wakes)
                     try:
                         pending.append(result)  # before the message: its answer may come at once
                         executions.submitted = number + 1
-                        write(number, VALUE, WAKE if wakes else 0, body)
+                        if buffers:
+                            write_parts(number, kind, WAKE if wakes else 0, sent, buffers)
+                        else:
+                            write(number, kind, WAKE if wakes else 0, sent)
                     except BaseException as error:
                         submitter.interrupted(number, error)
                         raise
@@ -89,7 +92,7 @@ def shorten_wait(collector: Collector) -> None:
         return
     empty = [None] * len(collector.plan.values)
     pending, early_failures, records = executions.pending, executions.early_failures, executions.records
-    wait, poll, loads, clock = doorbell.wait, edge.poll, pickle.loads, time.perf_counter
+    wait, poll, parts, loads, clock = doorbell.wait, edge.poll, edge.reader.parts, pickle.loads, time.perf_counter
     # The functions get the collector as an argument: a reference to it would be a cycle, and a graph that is dropped
     # must end at once.
 
@@ -100,12 +103,17 @@ def shorten_wait(collector: Collector) -> None:
             if message is None:
                 return
             kind, flags, body = message
-            if kind != VALUE or body is None or pending[0] is not result or result._done:
+            if kind not in (VALUE, BYTES, TEXT) or flags & ELSEWHERE or pending[0] is not result or result._done:
                 collector.read(edge, kind, flags, body)
                 return
-            edge.bytes += len(body)
             try:
-                value = loads(body)
+                if body is None:
+                    body, buffers = parts()
+                    edge.bytes += len(body) + sum(map(len, buffers))
+                    value = loads(body, buffers=buffers)
+                else:
+                    edge.bytes += len(body)
+                    value = loads(body) if kind == VALUE else decode(kind, body, ())
             except Exception as error:
                 collector.arrived(edge, result, empty.copy(), collector.unreadable(edge, error))
                 return

@@ -4,14 +4,15 @@
 
 A value is encoded by the first of these that can do it:
 
-1. pickle: 0.3 us for a small dict;
-2. the transport's codec, if the value holds a torch tensor: views and tied weights stay shared;
+1. pickle: 0.3 us for a small dict; also for small plain tensors, unless they share memory;
+2. the transport's codec, if the value holds another torch tensor: views and tied weights stay shared;
 3. cloudpickle, for values that only it can pickle, such as classes of a script (`__main__`), which another process
    could not import.
 """
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
 import sys
@@ -40,7 +41,7 @@ class Message(NamedTuple):
 
     kind: int
     body: bytes | memoryview
-    buffers: Sequence[Any] = ()
+    buffers: list[Any] | tuple[()] = ()
     held: Any = None
 
     @property
@@ -64,6 +65,9 @@ MAX_BUFFERS = 256
 _KEPT_BYTES = 1 << 20
 """Size of a pickle from which the encoder does not keep it as working memory."""
 
+
+SMALL_TENSOR_BYTES = 1 << 17
+"""Size below which a plain tensor is pickled: then it is copied once on each side, and its memory is not shared."""
 
 MAX_ERROR_BYTES = 16 << 20
 """Size of the largest exception that travels as it is."""
@@ -102,9 +106,11 @@ class Encoder:
         """Start with a new pickler: after an error its state is undefined, after a large value it keeps memory."""
         self._output: list[bytes] = []
         self._buffers: list[pickle.PickleBuffer] = []
+        self._storages: set[int] = set()
+        """Addresses of the storages of the tensors that were pickled since the last call of `rest`."""
         file = types.SimpleNamespace(write=self._output.append)
         pickler = pickle.Pickler(file, 5, buffer_callback=self._buffers.append)
-        pickler.dispatch_table = _table()
+        pickler.dispatch_table = _table(self._storages)
         self.knows_torch = "torch" in _modules
         self.small = native.SmallPickler(
             pickler.dump, pickler.clear_memo, self._output, self._buffers, _KEPT_BYTES
@@ -147,12 +153,17 @@ class Encoder:
 
     def rest(self, value: Any) -> Message:
         """Return the message of a value for which `small` has returned None."""
-        parts, buffers = self._output, self._buffers
+        parts, buffers = self._output.copy(), self._buffers.copy()
         if len(parts) > 1 and type(value) in (bytes, str):
-            self.renew()
+            self._output.clear()
             return Message(BYTES if type(value) is bytes else TEXT, max(parts, key=len))  # one copy less than a pickle
         body = parts[0] if len(parts) == 1 else b"".join(parts)
-        self.renew()  # drop references to the value, and the memory of a large pickle
+        if len(body) < _KEPT_BYTES:
+            self._output.clear()
+            self._buffers.clear()
+            self._storages.clear()
+        else:
+            self.renew()
         # A class of a script is pickled as `__main__.Name`, which no other process can import: cloudpickle sends
         # the class itself. The text may also be the user's own; then cloudpickle is only slower.
         # Contents of large strings are skipped, they name no class: the pickler writes such a content by itself, after
@@ -170,20 +181,53 @@ class Encoder:
         if len(buffers) > MAX_BUFFERS:  # pickle again, with the arrays beyond the limit in the body
             buffers, file = [], io.BytesIO()
             pickler = pickle.Pickler(file, 5, buffer_callback=_limited(buffers))
-            pickler.dispatch_table = _table()
+            pickler.dispatch_table = _table(set())
             pickler.dump(value)
             body = file.getvalue()
         return Message(VALUE, body, [buffer.raw() for buffer in buffers], value)
 
 
-def _table() -> dict[type, Callable[[Any], Any]]:
+def _table(storages: set[int]) -> dict[type, Callable[[Any], Any]]:
     """Return the reducers for types that need special treatment. torch is used only if it is imported."""
     table: dict[type, Any] = references.dispatch_table()
     if "torch" in sys.modules:
         import torch
 
-        table |= {torch.Tensor: _stop, torch.nn.Parameter: _stop}
+        table |= {torch.Tensor: functools.partial(_reduce_tensor, torch, storages), torch.nn.Parameter: _stop}
     return table
+
+
+def _reduce_tensor(torch: Any, storages: set[int], tensor: Any) -> Any:
+    """Return how a small plain tensor is pickled. TensorInside for all others, and for a second one of a storage.
+
+    The bytes are those of the tensor itself, so the value must be alive until the message was written.
+    """
+    if (
+        tensor.layout is not torch.strided
+        or tensor.requires_grad
+        or not tensor.is_cpu
+        or tensor.is_nested
+        or tensor.is_quantized
+        or not tensor.is_contiguous()
+        or tensor.is_conj()
+        or tensor.is_neg()
+        or not 0 < (nbytes := tensor.nbytes) < SMALL_TENSOR_BYTES
+    ):
+        raise TensorInside
+    storage = tensor.untyped_storage()
+    known = len(storages)
+    storages.add(storage.data_ptr())
+    if len(storages) == known or storage.nbytes() < nbytes:
+        raise TensorInside
+    return _tensor_of, (pickle.PickleBuffer(bytes_at(tensor.data_ptr(), nbytes)), tensor.dtype, tuple(tensor.shape))
+
+
+def _tensor_of(buffer: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
+    """Return the tensor of a pickle. It uses the buffer if that may be written to."""
+    import torch
+
+    writable = bytearray(buffer) if memoryview(buffer).readonly else buffer
+    return torch.frombuffer(writable, dtype=dtype).reshape(shape)
 
 
 def _limited(buffers: list[pickle.PickleBuffer]) -> Callable[[pickle.PickleBuffer], bool]:

@@ -16,15 +16,15 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-from raylane.graph.channels.ring import ROOM_BYTES, WAKE, RingWriter
+from raylane.graph.channels.ring import ELSEWHERE, ROOM_BYTES, WAKE, RingWriter, fits_slot
 from raylane.graph.values.failures import Failure
-from raylane.graph.values.message import VALUE, Message
+from raylane.graph.values.message import BYTES, TEXT, VALUE, Message, decode
 from raylane.graph.worker.executor import Executor
 
 
-def _message(body: bytes, value: Any) -> Message:
-    """Return the message of a value that is pickled already."""
-    return Message(VALUE, body)
+def _as_encoded(message: Message, _: Any) -> Message:
+    """Return the message of a value that is encoded already."""
+    return message
 
 
 def shorten(executor: Executor) -> None:
@@ -42,7 +42,8 @@ def shorten(executor: Executor) -> None:
     if inbound.edge in executor.fetches.edges or edge.steps or not isinstance(edge.writer, RingWriter):
         return
     # Looked up once: locals of the closure are found without a dictionary.
-    poll, call, loads, write = inbound.poll, task.call, pickle.loads, edge.writer.write_small
+    poll, parts, call, loads = inbound.poll, inbound.reader.parts, task.call, pickle.loads
+    write, write_parts = edge.writer.write_small, edge.writer.write_parts
     number, encoder, modules = task.index, executor.encoder, sys.modules
     started, returned, sent = executor.recorder.started, executor.recorder.returned, executor.recorder.sent
 
@@ -53,19 +54,24 @@ def shorten(executor: Executor) -> None:
         return True
 
     def step() -> bool:
-        message = poll()
-        if message is None:
+        polled = poll()
+        if polled is None:
             return False
-        kind, flags, body = message
+        kind, flags, body = polled
         # Kept in the executor, because reports of failures carry the flag too.
         executor.flags = wakes = flags & WAKE
-        if kind != VALUE or body is None or executor.before_user_code is not None:
+        if kind not in (VALUE, BYTES, TEXT) or flags & ELSEWHERE or executor.before_user_code is not None:
             executor.read(inbound, kind, flags, body)
             return run()
-        inbound.bytes += len(body)
         # Unpickling runs code of the value's class, which may raise anything.
         try:
-            argument = loads(body)
+            if body is None:
+                body, copies = parts()
+                inbound.bytes += len(body) + sum(map(len, copies))
+                argument = loads(body, buffers=copies)
+            else:
+                inbound.bytes += len(body)
+                argument = loads(body) if kind == VALUE else decode(kind, body, ())
         except BaseException as error:
             executor.values[inbound.value] = executor.unreadable(error, inbound)
             return run()
@@ -83,6 +89,7 @@ def shorten(executor: Executor) -> None:
         if type(result) is not Failure:
             try:
                 body = encoder.small(result)
+                message = Message(VALUE, body) if body is not None else encoder.rest(result)
             except BaseException as error:
                 encoder.renew()
                 # A GraphResult inside has failed or has timed out: pickling must not begin again. All others, such as
@@ -90,12 +97,16 @@ def shorten(executor: Executor) -> None:
                 if isinstance(error, RayError) or not isinstance(error, Exception):
                     result = executor.unsendable(error, task, edge)
             else:
-                if body is not None and len(body) <= ROOM_BYTES:
-                    write(executor.execution, VALUE, wakes, body)
+                kind, pickled, buffers, _ = message
+                if fits_slot(len(pickled), buffers) if buffers else len(pickled) <= ROOM_BYTES:
+                    if buffers:
+                        write_parts(executor.execution, kind, wakes, pickled, buffers)
+                    else:
+                        write(executor.execution, kind, wakes, pickled)
                     sent(number, executor.execution)
                     executor.execution += 1
                     return True
-                encode = encoder.rest if body is None else functools.partial(_message, body)
+                encode = functools.partial(_as_encoded, message)
         executor.deliver(task, result, encode)
         executor.end_task()
         return True
