@@ -62,4 +62,5 @@ def _by_name(value: Any) -> bool:
     """Return True if plain pickle has encoded a value: a process without `__main__.Scripted` decodes it."""
     message = Encoder().encode(value)
     assert decode(message.kind, message.body, message.buffers) is not None
-    return b"cloudpickle" not in bytes(message.body)
+    body = bytes(message.body)
+    return b"cloudpickle" not in body and b"script_classes" not in body

@@ -94,7 +94,7 @@ class PublishingWriter:
         encoder = self._encoder
         if value is None:
             return messages.SIGNAL
-        encoder.renew_for_torch()
+        encoder.renew_for_imports()
         try:
             body = encoder.small(value)
         except ray.exceptions.RayError:  # a GraphResult inside has failed or has timed out

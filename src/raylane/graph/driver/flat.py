@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -33,7 +32,7 @@ def submit_function(submitter: Submitter, collector: Collector) -> Callable[...,
     # Looked up once: locals of the closure are found without a dictionary.
     executions, lock, lifecycle = submitter.executions, submitter.lock, submitter.lifecycle
     pending, bridge, encoder, empty = executions.pending, collector.bridge, submitter.encoder, submitter.empty
-    write, write_parts, modules = writer.write_small, writer.write_parts, sys.modules
+    write, write_parts = writer.write_small, writer.write_parts
     edges, max_inflight = collector.edge_count, submitter.max_inflight
     general, running_loop = submitter.submit, asyncio._get_running_loop
 
@@ -44,8 +43,7 @@ def submit_function(submitter: Submitter, collector: Collector) -> Callable[...,
             # The marks of `locks.RecoverableLock`, written out: a call here could be interrupted.
             lock.entries += 1
             lock.held = True
-            if not encoder.knows_torch and "torch" in modules:
-                encoder.renew()
+            encoder.renew_for_imports()
             try:
                 body = encoder.small(args[0])
             except BaseException as error:

@@ -27,7 +27,7 @@ from raylane import _ray
 from raylane.core import native
 from raylane.core.segment import bytes_at, segment_offsets
 from raylane.errors import GraphValueError
-from raylane.graph.values import references
+from raylane.graph.values import references, script_classes
 from raylane.graph.values.references import ReferenceInside, refused
 
 VALUE, TENSORS, ERROR, NOTHING, TICKET, BYTES, TEXT = 0, 1, 2, 3, 4, 5, 6
@@ -75,8 +75,6 @@ MAX_SMALL_ERROR_BYTES = 1 << 15
 """Size of an exception where readers keep too much memory for a larger one."""
 MAX_TEXT = 4000
 """Number of characters of an error's text that other messages repeat."""
-_SCRIPT = b"\x8c\x08__main__"
-"""Name of the module `__main__` as a pickle of protocol 4 and later has it."""
 _PAYLOAD_BYTES = 1 << 16
 """Size from which the pickler writes the content of a string apart (FRAME_SIZE_TARGET of CPython's _pickle.c)."""
 
@@ -111,13 +109,13 @@ class Encoder:
         file = types.SimpleNamespace(write=self._output.append)
         pickler = pickle.Pickler(file, 5, buffer_callback=self._buffers.append)
         pickler.dispatch_table = _table(self._storages)
-        self.knows_torch = "torch" in _modules
+        self._awaited = tuple(name for name in ("torch", "numpy") if name not in _modules)
         self.small = native.SmallPickler(
             pickler.dump, pickler.clear_memo, self._output, self._buffers, _KEPT_BYTES
         ).encode
         """Function that returns the body of a VALUE for a small value. None: call `rest`; an error: call `encode`.
 
-        Before it, call `renew` unless `knows_torch` or torch is not imported. `encode` does all of this.
+        Before it, call `renew_for_imports`. `encode` does all of this.
         """
 
     def encode(self, value: Any) -> Message:
@@ -127,7 +125,7 @@ class Encoder:
         """
         if value is None:
             return SIGNAL
-        self.renew_for_torch()
+        self.renew_for_imports()
         try:
             body = self.small(value)
             return _message(Message, (VALUE, body, (), None)) if body is not None else self.rest(value)
@@ -146,10 +144,12 @@ class Encoder:
             raise
         return _by_cloudpickle(value)
 
-    def renew_for_torch(self) -> None:
-        """Start with a new pickler if torch was imported after this one was made: it must recognise tensors."""
-        if not self.knows_torch and "torch" in _modules:
-            self.renew()
+    def renew_for_imports(self) -> None:
+        """Start with a new pickler if torch or NumPy was imported after this one was made: it must know their types."""
+        for name in self._awaited:
+            if name in _modules:
+                self.renew()
+                return
 
     def rest(self, value: Any) -> Message:
         """Return the message of a value for which `small` has returned None."""
@@ -175,8 +175,8 @@ class Encoder:
                 (header[-9:-8] in _LONG_OPCODES and header[-8:] == size.to_bytes(8, "little"))
                 or (header[-5:-4] in _SHORT_OPCODES and header[-4:] == (size & 0xFFFFFFFF).to_bytes(4, "little"))
             )
-            if not is_content and _SCRIPT in part:
-                return _by_cloudpickle(value)
+            if not is_content and script_classes.SCRIPT in part:
+                return _of_script(value)
             header = part[-9:]
         if len(buffers) > MAX_BUFFERS:  # pickle again, with the arrays beyond the limit in the body
             buffers, file = [], io.BytesIO()
@@ -194,7 +194,23 @@ def _table(storages: set[int]) -> dict[type, Callable[[Any], Any]]:
         import torch
 
         table |= {torch.Tensor: functools.partial(_reduce_tensor, torch, storages), torch.nn.Parameter: _stop}
+    if "numpy" in sys.modules:
+        table[sys.modules["numpy"].ndarray] = _reduce_array
     return table
+
+
+def _reduce_array(array: Any) -> Any:
+    """Return how an array is pickled: for one of numbers in C order in a quarter of NumPy's own time."""
+    if array.dtype.kind not in "biufc" or not array.flags.c_contiguous or not array.size:
+        return array.__reduce_ex__(5)
+    return _array_of, (pickle.PickleBuffer(array), array.dtype.str, array.shape)
+
+
+def _array_of(buffer: Any, dtype: str, shape: tuple[int, ...]) -> Any:
+    """Return the array of a pickle, over the buffer."""
+    import numpy as np
+
+    return np.frombuffer(buffer, dtype).reshape(shape)
 
 
 def _reduce_tensor(torch: Any, storages: set[int], tensor: Any) -> Any:
@@ -240,6 +256,20 @@ def _limited(buffers: list[pickle.PickleBuffer]) -> Callable[[pickle.PickleBuffe
         return False
 
     return take
+
+
+def _of_script(value: Any) -> Message:
+    """Return the message of a value whose pickle names `__main__`."""
+    buffers: list[pickle.PickleBuffer] = []
+    try:
+        body = script_classes.dumps(value, _table(set()), _limited(buffers))
+    except TensorInside:
+        return _with_tensors(value)
+    except ReferenceInside as inside:
+        raise refused(value, inside.reference) from None
+    except Exception:  # also NotPlain: cloudpickle may succeed, and otherwise raises the same
+        return _by_cloudpickle(value)
+    return Message(VALUE, body, [buffer.raw() for buffer in buffers], value)
 
 
 def _by_cloudpickle(value: Any) -> Message:

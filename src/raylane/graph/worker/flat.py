@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import pickle
-import sys
 from collections.abc import Callable
 from types import CoroutineType
 from typing import Any
@@ -44,7 +43,7 @@ def shorten(executor: Executor) -> None:
     # Looked up once: locals of the closure are found without a dictionary.
     poll, parts, call, loads = inbound.poll, inbound.reader.parts, task.call, pickle.loads
     write, write_parts = edge.writer.write_small, edge.writer.write_parts
-    number, encoder, modules = task.index, executor.encoder, sys.modules
+    number, encoder = task.index, executor.encoder
     started, returned, sent = executor.recorder.started, executor.recorder.returned, executor.recorder.sent
 
     def run() -> bool:
@@ -83,8 +82,7 @@ def shorten(executor: Executor) -> None:
         except BaseException as error:  # a cancelled coroutine too: a failed call must not end the loop
             result = executor.call_failed(task, error)
         returned()
-        if not encoder.knows_torch and "torch" in modules:
-            encoder.renew()
+        encoder.renew_for_imports()
         encode: Callable[[Any], Message] = encoder.encode
         if type(result) is not Failure:
             try:

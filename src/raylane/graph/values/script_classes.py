@@ -1,0 +1,97 @@
+"""Classes of a script: no other process can import them from `__main__`, so they travel with the instances.
+
+cloudpickle takes 150 us to pickle a class. Here it does so once: an instance is pickled as usual, and its class as the
+same compressed bytes in every message, which a reader loads once. A class is pickled anew when its attributes change.
+Globals that its methods use are those of that moment, as in Ray's tasks and actors.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import pickle
+import types
+import weakref
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+from raylane.graph.values import references
+
+SCRIPT = b"\x8c\x08__main__"
+"""Name of the module `__main__` as a pickle of protocol 4 and later has it."""
+KEPT_CLASSES = 256
+"""Maximum number of classes that a reader keeps."""
+_CONSTANTS = (int, float, complex, bool, str, bytes, type(None))
+_MADE_WITH_CLASS = ("__dataclass_", "__annotations__", "__slotnames__")
+_DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType)
+
+_pickled: weakref.WeakKeyDictionary[type, tuple[Any, bytes]] = weakref.WeakKeyDictionary()
+"""Of each class: what its pickle depends on (`_state`), and the compressed pickle."""
+
+
+class NotPlain(Exception):
+    """A value needs cloudpickle for more than its classes."""
+
+
+def dumps(value: Any, table: dict[type, Any], buffer_callback: Callable[[pickle.PickleBuffer], object]) -> bytes:
+    """Return the pickle of a value with instances of classes of the script. `table` has the reducers of other types.
+
+    NotPlain if anything else of the script is in it, such as a function. Raises what pickling raises.
+    """
+    file = io.BytesIO()
+    pickler = _Pickler(file, 5, buffer_callback=buffer_callback)
+    pickler.dispatch_table = table
+    pickler.dump(value)
+    body = file.getvalue()
+    # A name that is still there is that of a function or a constant of the script.
+    if SCRIPT in body:
+        raise NotPlain
+    return body
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, type) or obj.__module__ != "__main__":
+            return NotImplemented
+        state = _state(obj)
+        known = _pickled.get(obj)
+        if known is None or state is None or known[0] != state:
+            file = io.BytesIO()
+            references.pickler(file).dump(obj)
+            known = state, zlib.compress(file.getvalue(), 1)
+            _pickled[obj] = known
+        return _class_of, (known[1],)
+
+
+@functools.lru_cache(maxsize=KEPT_CLASSES)
+def _class_of(pickled: bytes) -> Any:
+    """Return the class of a message."""
+    return pickle.loads(zlib.decompress(pickled))
+
+
+def _state(kind: type) -> list[Any] | None:
+    """Return what changes when an attribute of a class or of its bases is set; None if that cannot be seen."""
+    state: list[Any] = []
+    for base in kind.__mro__:
+        if base.__module__ != "__main__":
+            continue
+        for name, value in vars(base).items():
+            if isinstance(value, staticmethod | classmethod):
+                value = value.__func__
+            if isinstance(value, _CONSTANTS):
+                state.append((base.__name__, name, type(value), value))
+            elif isinstance(value, types.FunctionType | type):
+                state.append((base.__name__, name, weakref.ref(value), None))
+            elif isinstance(value, property):
+                accessors = (value.fget, value.fset, value.fdel)
+                if not all(isinstance(each, types.FunctionType | None) for each in accessors):
+                    return None
+                state += [(base.__name__, name, each and weakref.ref(each), None) for each in accessors]
+            elif isinstance(value, _DESCRIPTORS) or name.startswith(_MADE_WITH_CLASS):
+                state.append((base.__name__, name, None, None))
+            elif isinstance(value, tuple) and all(isinstance(item, _CONSTANTS) for item in value):
+                state.append((base.__name__, name, tuple, value))
+            else:  # a list or another object, which may change in place
+                return None
+    return state
