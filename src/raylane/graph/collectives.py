@@ -11,6 +11,7 @@ So a collective obeys the rules of calls: order, the proof against deadlock, fai
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -122,7 +123,8 @@ def _bind(kind: str, inputs: Sequence[Any], op: Any, transport: Any) -> list[Any
     actor_keys = [_key(actor) for actor in actors]
     for place, listed in enumerate(lists):
         keys = [_key(_actor_of(kind, node)) for node in listed]
-        twice = next((node for node, key in zip(listed, keys, strict=True) if keys.count(key) > 1), None)
+        counts = Counter(keys)
+        twice = next((node for node, key in zip(listed, keys, strict=True) if counts[key] > 1), None)
         if twice is not None:
             raise ValueError(
                 f"{kind}: each actor may give one input, but the actor of {twice!r} gives several: {listed!r}"

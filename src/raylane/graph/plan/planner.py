@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import graphlib
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -348,7 +349,7 @@ def _edges(
 
 def _distinct(names: Sequence[str]) -> list[str]:
     """Return the names with those that occur several times numbered: `name#1`, `name#2`, ..."""
-    counts = {name: names.count(name) for name in names}
+    counts = Counter(names)
     met: dict[str, int] = {}
     distinct = []
     for name in names:

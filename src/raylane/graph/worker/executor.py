@@ -13,6 +13,7 @@ import contextlib
 import inspect
 import logging
 import pickle
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import CoroutineType
@@ -206,24 +207,27 @@ class Executor:
         by_value = {plan.edges[edge].value: inbound for edge, inbound in self.inbound.items()}
         own_tasks = plan.order[self.member]
         used_here = {value for index in own_tasks for value in plan.tasks[index].reads}
+        # By their task, because a graph may have thousands of values and edges.
+        local, outputs = defaultdict[int, list[Any]](list), defaultdict[int, list[OutboundEdge]](list)
+        for value in plan.values:
+            if value.index in used_here:
+                local[value.source].append((value.index, value.steps, value.index in plan.fatal_values))
+        for number, writer in writers.items():
+            edge = plan.edges[number]
+            value = plan.values[edge.value]
+            outputs[value.source].append(
+                OutboundEdge(value.steps, writer, value.index in plan.fatal_values, DRIVER in edge.readers)
+            )
         for index in own_tasks:
             task = plan.tasks[index]
             # A value that an earlier task of the execution has read is here already.
-            inputs = [by_value[value] for value in task.reads if value in by_value and value not in arrived]
+            inputs = [by_value[read] for read in task.reads if read in by_value and read not in arrived]
             arrived.update(inbound.value for inbound in inputs)
             method = task.collective is None
             call = method_of(instance, task.method) if method else self.collectives.call(plan, task)
             prepared_task = PreparedTask(task, plan.labels[index], call, inputs)
-            for value in plan.values:
-                if value.source == index and value.index in used_here:
-                    prepared_task.local.append((value.index, value.steps, value.index in plan.fatal_values))
-            for edge, writer in writers.items():
-                value = plan.values[plan.edges[edge].value]
-                if value.source == index:
-                    to_driver = DRIVER in plan.edges[edge].readers
-                    prepared_task.outputs.append(
-                        OutboundEdge(value.steps, writer, value.index in plan.fatal_values, to_driver)
-                    )
+            prepared_task.local.extend(local[index])
+            prepared_task.outputs.extend(outputs[index])
             seen_by_driver = any(edge.fatal and not edge.reports for edge in prepared_task.outputs)
             # The driver reads errors on its own edges anyway; a report would only come twice.
             prepared_task.reports = index in plan.fatal_tasks and not seen_by_driver
