@@ -3,8 +3,9 @@
     python benchmarks/prepare_data.py --rows 1000000
 
 Writes short conversations of random words, and lets each contender tokenise them with a mask of the assistant's tokens,
-in a process of its own, from the JSON Lines file to what training reads. Prints rows per second and the largest memory
-of the process and of its children. TRL gets the same tokenizer, whose template has marks, and no cached result.
+in a process of its own, from the JSON Lines file to what training reads. TRL gets the same tokenizer, whose template
+has marks, and no cached result. Prints rows per second and the largest memory: that of the process and of a child with
+the pages of files that they have mapped, which the kernel can drop, and that of the process without them.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import resource
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -62,6 +64,20 @@ def with_trl(folder: Path, processes: int) -> None:
     SFTTrainer(model=model, args=options, train_dataset=rows, processing_class=tokenizer)
 
 
+class OwnMemory(threading.Thread):
+    """Largest RssAnon (proc_pid_status(5)) of this process, looked at ten times a second."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.mb = 0.0
+
+    def run(self) -> None:
+        while True:
+            (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if "RssAnon" in line)
+            self.mb = max(self.mb, int(line.split()[1]) / 1024)
+            time.sleep(0.1)
+
+
 CONTENDERS = {"raylane": with_raylane, "trl": with_trl}
 
 
@@ -80,15 +96,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--only", choices=CONTENDERS, help="measure one contender")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--contender", help=argparse.SUPPRESS)
     parser.add_argument("--processes", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.contender is not None:
-        began = time.perf_counter()
+        own, began = OwnMemory(), time.perf_counter()
+        own.start()
         CONTENDERS[args.contender](args.folder, args.processes)
         usage = [resource.getrusage(who).ru_maxrss / 1024 for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-        print(json.dumps({"s": time.perf_counter() - began, "mb": usage[0], "mb_of_a_child": usage[1]}))
+        memory = {"mb": usage[0], "mb_of_a_child": usage[1], "own_mb": own.mb}
+        print(json.dumps({"s": time.perf_counter() - began, **memory}))
         return
     from raylane.bench.sft_training import write_conversations
     from raylane.sft.data.chat import ChatTokenizer
@@ -103,12 +122,12 @@ def main() -> None:
         ChatTokenizer.train(texts, TokenizerConfig(train_vocab_size=4096)).save(folder / "tokenizer")
         for number in range(args.rounds):
             for processes in (1, 2):
-                for contender in CONTENDERS if number % 2 == 0 else [*CONTENDERS][::-1]:
+                for contender in [args.only] if args.only else [*CONTENDERS][:: 1 - number % 2 * 2]:
                     result = measure(folder, contender, processes)
                     rate, peaks = args.rows / result["s"], (result["mb"], result["mb_of_a_child"])
                     print(
                         f"{contender}, {processes} processes: {rate:,.0f} rows/s ({result['s']:.0f} s), "
-                        f"{peaks[0]:,.0f} MB, a child {peaks[1]:,.0f} MB",
+                        f"{peaks[0]:,.0f} MB, a child {peaks[1]:,.0f} MB, without files {result['own_mb']:,.0f} MB",
                         flush=True,
                     )
 

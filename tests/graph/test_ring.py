@@ -228,7 +228,7 @@ def test_an_overrun_is_noticed() -> None:
 
 def test_a_ring_has_room_for_so_many_readers() -> None:
     made = Ring(readers=MAX_READERS)
-    made.write(b"all", [bytes(50_000)])
+    made.write(b"all", [bytes(LEND_FROM_BYTES)])
     assert all(whole(made.take(index))[0] == b"all" for index in range(MAX_READERS))
     assert made.pool._leased[0].returned()
     with pytest.raises(
@@ -241,28 +241,33 @@ def test_a_ring_has_room_for_so_many_readers() -> None:
 
 
 def test_ring_write_failure_leaves_the_slot_writable() -> None:
-    made = Ring(limit_bytes=200_000)
-    with pytest.raises(GraphValueError, match="max_lent_bytes is 200000"):
-        made.write(b"", [bytes(300_000)])
+    made = Ring(limit_bytes=400_000)
+    with pytest.raises(GraphValueError, match="max_lent_bytes is 400000"):
+        made.write(b"", [bytes(500_000)])
     made.write(b"instead")
     assert whole(made.take())[0] == b"instead"
     kept = []
     for _ in range(2):
-        made.write(b"", [bytes(80_000)])
+        made.write(b"", [bytes(160_000)])
         kept.append(made.take())
-    with pytest.raises(GraphTimeoutError, match="reader 0 holds 163840 bytes"):
-        made.write(b"", [bytes(80_000)])
+    with pytest.raises(GraphTimeoutError, match="reader 0 holds 327680 bytes"):
+        made.write(b"", [bytes(160_000)])
     made.write(b"instead")
     assert whole(made.take())[0] == b"instead"
     kept.clear()
-    made.write(b"", [bytes(80_000)])
-    assert len(made.take().buffers[0]) == 80_000
+    made.write(b"", [bytes(160_000)])
+    assert len(made.take().buffers[0]) == 160_000
 
 
 def test_reserved_memory_is_handed_over() -> None:
     made = Ring()
     assert made.writer.reserve(100, [1000]) is None  # goes into a slot
-    for body, sizes in ((100, [50_000]), (0, [50_000]), (BODY_ROOM + 1, []), (BODY_ROOM + 1, [10, 50_000])):
+    for body, sizes in (
+        (100, [LEND_FROM_BYTES]),
+        (0, [LEND_FROM_BYTES]),
+        (BODY_ROOM + 1, []),
+        (BODY_ROOM + 1, [10, LEND_FROM_BYTES]),
+    ):
         reserved = made.writer.reserve(body, sizes)
         assert reserved is not None
         inside = len(reserved.parts) > len(sizes)

@@ -45,7 +45,7 @@ HEADER_BYTES = MAX_READERS * SEMAPHORE_BYTES
 SLOT_BYTES = 1 << 19
 """Size of a slot. A body of up to this size costs one copy on each side, half of what a lease costs at 70 to 500 KB.
 Only pages that were written take memory, and an edge has `max_inflight` slots."""
-LEND_FROM_BYTES = 1 << 15
+LEND_FROM_BYTES = 1 << 17
 """Total size from which buffers are leased, not copied into the slot: below, two copies cost less than a lease."""
 _HEADER = portable.HEADER
 _SIZE = struct.Struct("<Q")

@@ -12,8 +12,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ray.exceptions import RayError
-
 from raylane.core.deadline import Deadline
 from raylane.graph.channels.ring import ELSEWHERE, ROOM_BYTES, WAKE, RingWriter, fits_slot
 from raylane.graph.driver.collect import CHECK_S, Collector
@@ -46,32 +44,27 @@ def submit_function(submitter: Submitter, collector: Collector) -> Callable[...,
             encoder.renew_for_imports()
             try:
                 body = encoder.small(args[0])
-            except BaseException as error:
-                encoder.renew()
-                # A GraphResult inside has failed or has timed out, or Ctrl-C: pickling must not begin again.
-                if isinstance(error, RayError) or not isinstance(error, Exception):
-                    raise
-                message = encoder.encode(args[0])  # a tensor, or an error that this raises
-            else:
-                number = executions.submitted
                 message = Message(VALUE, body) if body is not None else encoder.rest(args[0])
-                kind, sent, buffers, _ = message
-                fits = fits_slot(len(sent), buffers) if buffers else len(sent) <= ROOM_BYTES
-                if fits and number - executions.completed < max_inflight:
-                    # Outside of asyncio no message needs to wake a loop, and the actors save a system call.
-                    wakes = bridge.active and running_loop() is not None
-                    result = GraphResult(collector, number, edges, empty.copy(), wakes)
-                    try:
-                        pending.append(result)  # before the message: its answer may come at once
-                        executions.submitted = number + 1
-                        if buffers:
-                            write_parts(number, kind, WAKE if wakes else 0, sent, buffers)
-                        else:
-                            write(number, kind, WAKE if wakes else 0, sent)
-                    except BaseException as error:
-                        submitter.interrupted(number, error)
-                        raise
-                    return result
+            except BaseException as error:
+                message = encoder.unusual(args[0], error)
+            number = executions.submitted
+            kind, sent, buffers, _ = message
+            fits = fits_slot(len(sent), buffers) if buffers else len(sent) <= ROOM_BYTES
+            if fits and number - executions.completed < max_inflight:
+                # Outside of asyncio no message needs to wake a loop, and the actors save a system call.
+                wakes = bridge.active and running_loop() is not None
+                result = GraphResult(collector, number, edges, empty.copy(), wakes)
+                try:
+                    pending.append(result)  # before the message: its answer may come at once
+                    executions.submitted = number + 1
+                    if buffers:
+                        write_parts(number, kind, WAKE if wakes else 0, sent, buffers)
+                    else:
+                        write(number, kind, WAKE if wakes else 0, sent)
+                except BaseException as error:
+                    submitter.interrupted(number, error)
+                    raise
+                return result
             return submitter.admit([(writer, message, value)], empty.copy(), timeout_s)
         finally:
             lock.held = False

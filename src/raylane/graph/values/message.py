@@ -129,20 +129,20 @@ class Encoder:
         try:
             body = self.small(value)
             return _message(Message, (VALUE, body, (), None)) if body is not None else self.rest(value)
-        except TensorInside:
-            self.renew()  # the pickler stopped half way: its state is undefined
+        except BaseException as error:
+            return self.unusual(value, error)
+
+    def unusual(self, value: Any, error: BaseException) -> Message:
+        """Return the message of a value for which `small` or `rest` failed. Raises what `encode` raises."""
+        self.renew()  # the pickler stopped half way: its state is undefined
+        if isinstance(error, TensorInside):
             return _with_tensors(value)
-        except ReferenceInside as found:
-            self.renew()
-            raise refused(value, found.reference) from None
-        except Exception as error:  # of any __reduce__: cloudpickle may succeed, and otherwise raises the same
-            self.renew()
-            if isinstance(error, ray.exceptions.RayError):  # a GraphResult inside has failed or has timed out
-                raise
-        except BaseException:
-            self.renew()
-            raise
-        return _by_cloudpickle(value)
+        if isinstance(error, ReferenceInside):
+            raise refused(value, error.reference) from None
+        # A GraphResult inside has failed or has timed out, or Ctrl-C: pickling must not begin again.
+        if isinstance(error, GraphValueError | ray.exceptions.RayError) or not isinstance(error, Exception):
+            raise error
+        return _of_script(value)
 
     def renew_for_imports(self) -> None:
         """Start with a new pickler if torch or NumPy was imported after this one was made: it must know their types."""
@@ -259,7 +259,7 @@ def _limited(buffers: list[pickle.PickleBuffer]) -> Callable[[pickle.PickleBuffe
 
 
 def _of_script(value: Any) -> Message:
-    """Return the message of a value whose pickle names `__main__`."""
+    """Return the message of a value whose pickle names `__main__`, or which plain pickle refuses."""
     buffers: list[pickle.PickleBuffer] = []
     try:
         body = script_classes.dumps(value, _table(set()), _limited(buffers))

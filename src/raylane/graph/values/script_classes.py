@@ -1,4 +1,4 @@
-"""Classes of a script: no other process can import them from `__main__`, so they travel with the instances.
+"""Classes of a script, or of a function: no other process can import them, so they travel with the instances.
 
 cloudpickle takes 150 us to pickle a class. Here it does so once: an instance is pickled as usual, and its class as the
 same compressed bytes in every message, which a reader loads once. A class is pickled anew when its attributes change.
@@ -52,7 +52,7 @@ def dumps(value: Any, table: dict[type, Any], buffer_callback: Callable[[pickle.
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
-        if not isinstance(obj, type) or obj.__module__ != "__main__":
+        if not isinstance(obj, type) or not _travels(obj):
             return NotImplemented
         state = _state(obj)
         known = _pickled.get(obj)
@@ -70,11 +70,15 @@ def _class_of(pickled: bytes) -> Any:
     return pickle.loads(zlib.decompress(pickled))
 
 
+def _travels(kind: type) -> bool:
+    return kind.__module__ == "__main__" or "<locals>" in kind.__qualname__
+
+
 def _state(kind: type) -> list[Any] | None:
     """Return what changes when an attribute of a class or of its bases is set; None if that cannot be seen."""
     state: list[Any] = []
     for base in kind.__mro__:
-        if base.__module__ != "__main__":
+        if not _travels(base):
             continue
         for name, value in vars(base).items():
             if isinstance(value, staticmethod | classmethod):

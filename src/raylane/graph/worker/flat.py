@@ -13,8 +13,6 @@ from collections.abc import Callable
 from types import CoroutineType
 from typing import Any
 
-from ray.exceptions import RayError
-
 from raylane.graph.channels.ring import ELSEWHERE, ROOM_BYTES, WAKE, RingWriter, fits_slot
 from raylane.graph.values.failures import Failure
 from raylane.graph.values.message import BYTES, TEXT, VALUE, Message, decode
@@ -86,14 +84,13 @@ def shorten(executor: Executor) -> None:
         encode: Callable[[Any], Message] = encoder.encode
         if type(result) is not Failure:
             try:
-                body = encoder.small(result)
-                message = Message(VALUE, body) if body is not None else encoder.rest(result)
+                try:
+                    body = encoder.small(result)
+                    message = Message(VALUE, body) if body is not None else encoder.rest(result)
+                except BaseException as error:
+                    message = encoder.unusual(result, error)
             except BaseException as error:
-                encoder.renew()
-                # A GraphResult inside has failed or has timed out: pickling must not begin again. All others, such as
-                # tensors, are left to `encode`; keeping the error for it would be a cycle of references.
-                if isinstance(error, RayError) or not isinstance(error, Exception):
-                    result = executor.unsendable(error, task, edge)
+                result = executor.unsendable(error, task, edge)
             else:
                 kind, pickled, buffers, _ = message
                 if fits_slot(len(pickled), buffers) if buffers else len(pickled) <= ROOM_BYTES:

@@ -142,8 +142,11 @@ def _fill(config: RunConfig, draft: Path, folder: Path) -> PreparedData:
         tokenizer = _tokenizer(config, train)
         tokenizer.save(draft / "tokenizer")
         sets = _Sets(config, tokenizer, reading)
+        places = tuple(place for table in train for place in table.places)
         sets.encode("train", train)
         sets.encode("validation", validation)
+        train.clear()  # their mapped files would count as memory of this process
+        validation.clear()
         names = ("train", "validation") if config.data.has_validation else ("train",)
         report = {name: sets.write(name, draft / name) for name in names}
     return PreparedData(
@@ -155,7 +158,7 @@ def _fill(config: RunConfig, draft: Path, folder: Path) -> PreparedData:
         end_ids=tuple(sorted(tokenizer.end_ids)),
         report=report,
         files=sets.files(),
-        places=tuple(place for table in train for place in table.places),
+        places=places,
     )
 
 
@@ -211,7 +214,8 @@ def _tokenizer(config: RunConfig, train: Sequence[RowTable]) -> ChatTokenizer:
 class _EncodedSource:
     """Documents of one source: a line for each, and the columns of its numbers."""
 
-    table: RowTable
+    files: str
+    """Name of the kind of its files."""
     documents: Dataset
     columns: dict[str, np.ndarray]
 
@@ -228,7 +232,7 @@ class _EncodedSource:
         layouts = self.columns["layout"][self.columns["conversations"] > 0]
         numbers = np.bincount(layouts, minlength=len(FORMATS)).tolist()
         names = [f"{name} ({number:,})" for name, number in zip(FORMATS, numbers, strict=True) if number]
-        return f"{self.table.kind.name}: {', '.join(names)}"
+        return f"{self.files}: {', '.join(names)}"
 
 
 class _Sets:
@@ -282,7 +286,7 @@ class _Sets:
                 raise sources.no_conversation(place.name)
         for problem in documents.data.column("problem").drop_null().slice(0, _SHOWN_PROBLEMS).to_pylist():
             log.warning("row left out: %s", problem)
-        return _EncodedSource(table, documents, columns)
+        return _EncodedSource(table.kind.name, documents, columns)
 
     def write(self, name: str, folder: Path) -> DataCounts:
         """Write the cache of one set, and return its statistics.
