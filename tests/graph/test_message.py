@@ -370,6 +370,11 @@ def test_functions_made_on_the_way_travel(encoder: Encoder) -> None:
 # What cannot travel
 
 
+class Strided:
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return bytes, (pickle.PickleBuffer(np.arange(10)[::2]),)
+
+
 class Refuses:
     def __reduce__(self) -> Any:
         raise RuntimeError("I stay here")
@@ -385,6 +390,7 @@ def generator() -> Iterator[int]:
         (threading.Lock, "lock"),
         (generator, "generator"),
         (Refuses, "Refuses"),
+        (Strided, "Strided"),
         (lambda: [1, {"deep": threading.Lock()}], "list"),
         (lambda: [np.ones(5), threading.Lock()], "list"),
         (lambda: [torch.ones(5), threading.Lock()], "list"),

@@ -21,7 +21,7 @@ class Sample:
     weight: float
 
 
-def _script_class() -> type:
+def script_class() -> type:
     """Return a class as a script has it: in `__main__`, where no other process can import it."""
 
     class Item:
@@ -59,7 +59,7 @@ _KINDS: dict[str, Callable[[int], Any]] = {
 _OTHERS: dict[str, Callable[[], Any]] = {
     "arrays-100": lambda: [_array(1_000) for _ in range(100)],
     "dataclass": lambda: Sample("sample", [1, 2, 3], 0.5),
-    "script-class": lambda: _script_class()(),
+    "script-class": lambda: script_class()(),
 }
 NAMES = (
     *(f"{kind}-{size}" for kind in _KINDS for size in SIZES if size != "10MB" or kind in ("array", "tensor")),

@@ -193,27 +193,27 @@ def _table(storages: set[int]) -> dict[type, Callable[[Any], Any]]:
     if "torch" in sys.modules:
         import torch
 
-        table |= {torch.Tensor: functools.partial(_reduce_tensor, torch, storages), torch.nn.Parameter: _stop}
+        table |= {torch.Tensor: functools.partial(reduce_tensor, torch, storages), torch.nn.Parameter: _stop}
     if "numpy" in sys.modules:
-        table[sys.modules["numpy"].ndarray] = _reduce_array
+        table[sys.modules["numpy"].ndarray] = reduce_array
     return table
 
 
-def _reduce_array(array: Any) -> Any:
+def reduce_array(array: Any) -> Any:
     """Return how an array is pickled: for one of numbers in C order in a quarter of NumPy's own time."""
     if array.dtype.kind not in "biufc" or not array.flags.c_contiguous or not array.size:
         return array.__reduce_ex__(5)
-    return _array_of, (pickle.PickleBuffer(array), array.dtype.str, array.shape)
+    return array_of, (pickle.PickleBuffer(array), array.dtype.str, array.shape)
 
 
-def _array_of(buffer: Any, dtype: str, shape: tuple[int, ...]) -> Any:
+def array_of(buffer: Any, dtype: str, shape: tuple[int, ...]) -> Any:
     """Return the array of a pickle, over the buffer."""
     import numpy as np
 
     return np.frombuffer(buffer, dtype).reshape(shape)
 
 
-def _reduce_tensor(torch: Any, storages: set[int], tensor: Any) -> Any:
+def reduce_tensor(torch: Any, storages: set[int], tensor: Any) -> Any:
     """Return how a small plain tensor is pickled. TensorInside for all others, and for a second one of a storage.
 
     The bytes are those of the tensor itself, so the value must be alive until the message was written.
@@ -235,10 +235,10 @@ def _reduce_tensor(torch: Any, storages: set[int], tensor: Any) -> Any:
     storages.add(storage.data_ptr())
     if len(storages) == known or storage.nbytes() < nbytes:
         raise TensorInside
-    return _tensor_of, (pickle.PickleBuffer(bytes_at(tensor.data_ptr(), nbytes)), tensor.dtype, tuple(tensor.shape))
+    return tensor_of, (pickle.PickleBuffer(bytes_at(tensor.data_ptr(), nbytes)), tensor.dtype, tuple(tensor.shape))
 
 
-def _tensor_of(buffer: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
+def tensor_of(buffer: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
     """Return the tensor of a pickle. It uses the buffer if that may be written to."""
     import torch
 
@@ -263,30 +263,26 @@ def _of_script(value: Any) -> Message:
     buffers: list[pickle.PickleBuffer] = []
     try:
         body = script_classes.dumps(value, _table(set()), _limited(buffers))
+        raw = [buffer.raw() for buffer in buffers]
     except TensorInside:
         return _with_tensors(value)
     except ReferenceInside as inside:
         raise refused(value, inside.reference) from None
     except Exception:  # also NotPlain: cloudpickle may succeed, and otherwise raises the same
-        return _by_cloudpickle(value)
-    return Message(VALUE, body, [buffer.raw() for buffer in buffers], value)
-
-
-def _by_cloudpickle(value: Any) -> Message:
-    if "torch" in sys.modules:
-        return _with_tensors(value)  # the codec uses cloudpickle too
-    buffers: list[pickle.PickleBuffer] = []
-    file = io.BytesIO()
-    try:
-        references.pickler(file, buffer_callback=_limited(buffers)).dump(value)
-        raw = [buffer.raw() for buffer in buffers]
-    except ray.exceptions.RayError:
-        raise
-    except ReferenceInside as found:
-        raise refused(value, found.reference) from None
-    except Exception as error:
-        raise _unpicklable(value, error) from error
-    return Message(VALUE, file.getvalue(), raw, value)
+        if "torch" in sys.modules:
+            return _with_tensors(value)  # the codec uses cloudpickle too
+        buffers, file = [], io.BytesIO()
+        try:
+            references.pickler(file, buffer_callback=_limited(buffers)).dump(value)
+            raw = [buffer.raw() for buffer in buffers]
+        except ray.exceptions.RayError:
+            raise
+        except ReferenceInside as inside:
+            raise refused(value, inside.reference) from None
+        except Exception as error:
+            raise _unpicklable(value, error) from error
+        body = file.getvalue()
+    return Message(VALUE, body, raw, value)
 
 
 def split(value: Any, layout_of: Callable[[list[Any]], Any] | None = None) -> tuple[bytes, Any]:

@@ -61,11 +61,11 @@ class _Pickler(pickle.Pickler):
             references.pickler(file).dump(obj)
             known = state, zlib.compress(file.getvalue(), 1)
             _pickled[obj] = known
-        return _class_of, (known[1],)
+        return class_of, (known[1],)
 
 
 @functools.lru_cache(maxsize=KEPT_CLASSES)
-def _class_of(pickled: bytes) -> Any:
+def class_of(pickled: bytes) -> Any:
     """Return the class of a message."""
     return pickle.loads(zlib.decompress(pickled))
 

@@ -19,7 +19,7 @@ from raylane.graph.values.message import BYTES, TEXT, VALUE, Message, decode
 from raylane.graph.worker.executor import Executor
 
 
-def _as_encoded(message: Message, _: Any) -> Message:
+def as_encoded(message: Message, _: Any) -> Message:
     """Return the message of a value that is encoded already."""
     return message
 
@@ -101,7 +101,7 @@ def shorten(executor: Executor) -> None:
                     sent(number, executor.execution)
                     executor.execution += 1
                     return True
-                encode = functools.partial(_as_encoded, message)
+                encode = functools.partial(as_encoded, message)
         executor.deliver(task, result, encode)
         executor.end_task()
         return True
