@@ -241,19 +241,44 @@ def test_tensors_alone_and_inside(encoder: Encoder, value: torch.Tensor, kind: i
                     got.copy_(torch.zeros_like(got))  # its own memory
 
 
-def test_tensors_of_one_storage_stay_shared(encoder: Encoder) -> None:
-    base = torch.zeros(10)
-    for value in ([base, base[2:4]], [base[:5], base[5:]], [base[2:4], np.ones(3), base]):
-        for _ in range(2):  # the encoder is kept
-            message = encoder.encode(value)
-            assert message.kind == TENSORS
-            got = arrive(message)
-            assert got[0].untyped_storage().data_ptr() == got[-1].untyped_storage().data_ptr()
-    again = arrive(encoder.encode([base, base]))
+def _shared(make: Callable[[], list[Any]]) -> Any:
+    return pytest.param(make, TENSORS, id=f"shared-{make.__code__.co_firstlineno}")
+
+
+def _apart(make: Callable[[], list[Any]]) -> Any:
+    return pytest.param(make, VALUE, id=f"apart-{make.__code__.co_firstlineno}")
+
+
+BASE, ARRAY = torch.zeros(10), np.zeros(10, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        _shared(lambda: [BASE, BASE[2:4]]),
+        _shared(lambda: [BASE[2:4], BASE]),
+        _shared(lambda: [BASE[:5], BASE[5:], BASE]),
+        _shared(lambda: [BASE[2:4], np.ones(3), BASE]),
+        _shared(lambda: [BASE, np.ones(3), BASE.numpy()]),
+        _shared(lambda: [ARRAY, torch.from_numpy(ARRAY)]),
+        _shared(lambda: [ARRAY[:6], torch.from_numpy(ARRAY[5:])]),
+        _shared(lambda: [torch.from_numpy(ARRAY[:6]), torch.from_numpy(ARRAY[5:])]),
+        _apart(lambda: [torch.from_numpy(ARRAY[:5]), torch.from_numpy(ARRAY[5:])]),
+        _apart(lambda: [ARRAY[:5], torch.from_numpy(ARRAY[5:]), ARRAY[1:3], np.ones(2)]),
+        _apart(lambda: [BASE, torch.ones(3), np.ones(3), torch.ones(2)]),
+    ],
+)
+def test_tensors_that_share_memory_stay_shared(encoder: Encoder, make: Callable[[], list[Any]], kind: int) -> None:
+    for _ in range(3):  # the encoder is kept: nothing of one value says anything of the next one
+        message = encoder.encode(make())
+        assert message.kind == kind
+        got = arrive(message)
+        for item, sent in zip(got, make(), strict=True):
+            assert (type(item), item.tolist()) == (type(sent), sent.tolist())
+        got[-1][:] = 7
+        assert any(7 in item.tolist() for item in got[:-1]) == (kind == TENSORS)
+    again = arrive(encoder.encode([BASE, BASE]))
     assert again[0] is again[1]
-    for _ in range(3):  # what was seen in one value says nothing of the next one
-        assert encoder.encode([base]).kind == VALUE
-        assert encoder.encode([np.ones(3), base]).kind == VALUE
 
 
 def test_views_ties_parameters_and_modules(encoder: Encoder) -> None:

@@ -12,6 +12,7 @@ A value is encoded by the first of these that can do it:
 
 from __future__ import annotations
 
+import bisect
 import functools
 import io
 import pickle
@@ -104,8 +105,8 @@ class Encoder:
         """Start with a new pickler: after an error its state is undefined, after a large value it keeps memory."""
         self._output: list[bytes] = []
         self._buffers: list[pickle.PickleBuffer] = []
-        self._storages: set[int] = set()
-        """Addresses of the storages of the tensors that were pickled since the last call of `rest`."""
+        self._storages: list[tuple[int, int]] = []
+        """Begin and end of the storages of the tensors that were pickled since the last call of `rest`."""
         file = types.SimpleNamespace(write=self._output.append)
         pickler = pickle.Pickler(file, 5, buffer_callback=self._buffers.append)
         pickler.dispatch_table = _table(self._storages)
@@ -135,14 +136,17 @@ class Encoder:
     def unusual(self, value: Any, error: BaseException) -> Message:
         """Return the message of a value for which `small` or `rest` failed. Raises what `encode` raises."""
         self.renew()  # the pickler stopped half way: its state is undefined
-        if isinstance(error, TensorInside):
-            return _with_tensors(value)
-        if isinstance(error, ReferenceInside):
-            raise refused(value, error.reference) from None
-        # A GraphResult inside has failed or has timed out, or Ctrl-C: pickling must not begin again.
-        if isinstance(error, GraphValueError | ray.exceptions.RayError) or not isinstance(error, Exception):
-            raise error
-        return _of_script(value)
+        try:
+            if isinstance(error, TensorInside):
+                return _with_tensors(value)
+            if isinstance(error, ReferenceInside):
+                raise refused(value, error.reference) from None
+            # A GraphResult inside has failed or has timed out, or Ctrl-C: pickling must not begin again.
+            if isinstance(error, GraphValueError | ray.exceptions.RayError) or not isinstance(error, Exception):
+                raise error
+            return _of_script(value)
+        finally:
+            del error  # with its traceback it would be a cycle of references
 
     def renew_for_imports(self) -> None:
         """Start with a new pickler if torch or NumPy was imported after this one was made: it must know their types."""
@@ -158,6 +162,8 @@ class Encoder:
             self._output.clear()
             return Message(BYTES if type(value) is bytes else TEXT, max(parts, key=len))  # one copy less than a pickle
         body = parts[0] if len(parts) == 1 else b"".join(parts)
+        if self._storages and _overlap(self._storages, buffers):
+            raise TensorInside
         if len(body) < _KEPT_BYTES:
             self._output.clear()
             self._buffers.clear()
@@ -181,13 +187,13 @@ class Encoder:
         if len(buffers) > MAX_BUFFERS:  # pickle again, with the arrays beyond the limit in the body
             buffers, file = [], io.BytesIO()
             pickler = pickle.Pickler(file, 5, buffer_callback=_limited(buffers))
-            pickler.dispatch_table = _table(set())
+            pickler.dispatch_table = _table([])
             pickler.dump(value)
             body = file.getvalue()
         return Message(VALUE, body, [buffer.raw() for buffer in buffers], value)
 
 
-def _table(storages: set[int]) -> dict[type, Callable[[Any], Any]]:
+def _table(storages: list[tuple[int, int]]) -> dict[type, Callable[[Any], Any]]:
     """Return the reducers for types that need special treatment. torch is used only if it is imported."""
     table: dict[type, Any] = references.dispatch_table()
     if "torch" in sys.modules:
@@ -213,8 +219,8 @@ def array_of(buffer: Any, dtype: str, shape: tuple[int, ...]) -> Any:
     return np.frombuffer(buffer, dtype).reshape(shape)
 
 
-def reduce_tensor(torch: Any, storages: set[int], tensor: Any) -> Any:
-    """Return how a small plain tensor is pickled. TensorInside for all others, and for a second one of a storage.
+def reduce_tensor(torch: Any, storages: list[tuple[int, int]], tensor: Any) -> Any:
+    """Return how a small plain tensor is pickled, and note its storage. TensorInside for all others.
 
     The bytes are those of the tensor itself, so the value must be alive until the message was written.
     """
@@ -231,11 +237,31 @@ def reduce_tensor(torch: Any, storages: set[int], tensor: Any) -> Any:
     ):
         raise TensorInside
     storage = tensor.untyped_storage()
-    known = len(storages)
-    storages.add(storage.data_ptr())
-    if len(storages) == known or storage.nbytes() < nbytes:
+    begin, size = storage.data_ptr(), storage.nbytes()
+    if size < nbytes:  # its memory was taken away
         raise TensorInside
+    storages.append((begin, begin + size))
     return tensor_of, (pickle.PickleBuffer(bytes_at(tensor.data_ptr(), nbytes)), tensor.dtype, tuple(tensor.shape))
+
+
+def _overlap(storages: list[tuple[int, int]], buffers: Sequence[pickle.PickleBuffer]) -> bool:
+    """Return True if a tensor shares memory with another tensor or with an array of the same value.
+
+    `buffers` are those of the tensors and of the arrays.
+    """
+    begins, ends = zip(*sorted(storages), strict=True)
+    if any(end > begin for end, begin in zip(ends, begins[1:], strict=False)):
+        return True
+    if len(buffers) == len(storages):
+        return False
+    import numpy as np
+
+    count = 0
+    for buffer in buffers:
+        memory = np.frombuffer(buffer.raw(), np.uint8)
+        begin = memory.__array_interface__["data"][0]
+        count += bisect.bisect_left(begins, begin + memory.nbytes) - bisect.bisect_right(ends, begin)
+    return count != len(storages)
 
 
 def tensor_of(buffer: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
@@ -261,8 +287,11 @@ def _limited(buffers: list[pickle.PickleBuffer]) -> Callable[[pickle.PickleBuffe
 def _of_script(value: Any) -> Message:
     """Return the message of a value whose pickle names `__main__`, or which plain pickle refuses."""
     buffers: list[pickle.PickleBuffer] = []
+    storages: list[tuple[int, int]] = []
     try:
-        body = script_classes.dumps(value, _table(set()), _limited(buffers))
+        body = script_classes.dumps(value, _table(storages), _limited(buffers))
+        if storages and (len(buffers) == MAX_BUFFERS or _overlap(storages, buffers)):
+            raise TensorInside
         raw = [buffer.raw() for buffer in buffers]
     except TensorInside:
         return _with_tensors(value)
