@@ -20,7 +20,7 @@ import pytest
 from core.processes import start_code
 from raylane.core import native, portable, semaphore
 from raylane.core.copying import ThreadChoice
-from raylane.core.portable import HEADER, LOGGED, PAGE_BYTES, WAKE
+from raylane.core.portable import HEADER, LOGGED, PAGE_BYTES, TEXT, WAKE
 from raylane.core.semaphore import Segment, value
 from raylane.core.waiting import Patience
 
@@ -104,6 +104,28 @@ def test_slots_say_when_the_rest_of_a_message_must_be_read(writing: Any, reading
         body, buffers = reader.parts()
         assert (body, buffers) == (b"body", [b"", array.tobytes(), b"xyz"])
         assert [type(buffer) for buffer in buffers] == [bytearray] * 3
+
+
+@PAIRS
+def test_strings_are_written_and_read_as_they_are(writing: Any, reading: Any) -> None:
+    made = Channel(writing, reading)
+    reader = made.readers[0]
+    with pytest.raises(ValueError, match="no message was taken"):
+        reader.text()
+    for number, text in enumerate(["", "x" * 240, "\u00e9\u4e2d", "\ud800", "a\0b"]):
+        body: Any = text if text.isascii() else text.encode("utf-8", "surrogatepass")
+        made.writer.write(number, TEXT, 0, body)
+        assert reader.poll() == (TEXT, 0, None)
+        assert reader.text() == text
+        assert reader.parts() == (text.encode("utf-8", "surrogatepass"), [])
+    with pytest.raises(ValueError, match="241 bytes do not fit"):
+        made.writer.write(5, TEXT, 0, "x" * 241)
+    with pytest.raises((TypeError, UnicodeError)):
+        made.writer.write(5, TEXT, 0, "\u00e9")
+    made.writer.write(5, TEXT, 0, b"\xff")
+    reader.poll()
+    with pytest.raises(UnicodeDecodeError):
+        reader.text()
 
 
 @PAIRS

@@ -24,7 +24,7 @@
 #error "the layout of a slot is little-endian"
 #endif
 
-enum { SLOT_HEADER = 16, FLAGS_AT = 64, FLAGS = 256, SLEEPS_AT = 48, PAGE = 4096, WAKE = 4, LOGGED = 32 };
+enum { SLOT_HEADER = 16, FLAGS_AT = 64, FLAGS = 256, SLEEPS_AT = 48, PAGE = 4096, WAKE = 4, LOGGED = 32, TEXT = 6 };
 
 static int64_t now_ns(void) {
     struct timespec at;
@@ -331,7 +331,7 @@ static PyObject *reader_take(SlotReader *self, PyObject *Py_UNUSED(ignored)) {
     self->sequence++;
     self->doorbell->read++;
     PyObject *body;
-    if (count) {
+    if (count || kind == TEXT) {
         body = Py_NewRef(Py_None);
     } else {
         if (size > self->slot_bytes - SLOT_HEADER)
@@ -353,6 +353,18 @@ static PyObject *reader_poll(SlotReader *self, PyObject *ignored) {
     REQUIRE(self->doorbell);
     if (sem_trywait(self->full)) Py_RETURN_NONE;
     return reader_take(self, ignored);
+}
+
+static PyObject *reader_text(SlotReader *self, PyObject *Py_UNUSED(ignored)) {
+    REQUIRE(self->doorbell);
+    if (!self->sequence) return PyErr_Format(PyExc_ValueError, "no message was taken");
+    const char *slot =
+        (char *)self->memory.buf + self->slots_at + (Py_ssize_t)((self->sequence - 1) % self->slots) * self->slot_bytes;
+    uint32_t size;
+    memcpy(&size, slot + 8, 4);
+    if (size > self->slot_bytes - SLOT_HEADER)
+        return PyErr_Format(PyExc_AssertionError, "a message of %u bytes does not fit into a slot", size);
+    return PyUnicode_DecodeUTF8(slot + SLOT_HEADER, size, "surrogatepass"); /* as pickle does */
 }
 
 static PyObject *reader_parts(SlotReader *self, PyObject *Py_UNUSED(ignored)) {
@@ -396,6 +408,7 @@ static PyObject *reader_parts(SlotReader *self, PyObject *Py_UNUSED(ignored)) {
 }
 
 static PyMethodDef reader_methods[] = {
+    {"text", (PyCFunction)reader_text, METH_NOARGS, "Return the string of the message that was taken last."},
     {"parts", (PyCFunction)reader_parts, METH_NOARGS, "Return (body, buffers) of the message that was taken last."},
     {"take", (PyCFunction)reader_take, METH_NOARGS, "Read the next message, after a successful wait for it."},
     {"poll", (PyCFunction)reader_poll, METH_NOARGS, "Read the next message, or return None if there is none."},
@@ -529,8 +542,14 @@ static PyObject *writer_write(SlotWriter *self, PyObject *const *args, Py_ssize_
     long long sequence;
     long kind, flags;
     char *slot = slot_for(self, args, &sequence, &kind, &flags);
-    Py_buffer body;
-    if (!slot || PyObject_GetBuffer(args[3], &body, PyBUF_SIMPLE)) return NULL;
+    Py_buffer body = {0};
+    if (!slot) return NULL;
+    if (PyUnicode_Check(args[3]) && PyUnicode_IS_COMPACT_ASCII(args[3])) {
+        body.buf = PyUnicode_1BYTE_DATA(args[3]);
+        body.len = PyUnicode_GET_LENGTH(args[3]);
+    } else if (PyObject_GetBuffer(args[3], &body, PyBUF_SIMPLE)) {
+        return NULL;
+    }
     if (body.len > self->slot_bytes - SLOT_HEADER) {
         PyErr_Format(PyExc_ValueError, "%zd bytes do not fit into a slot of %zd", body.len, self->slot_bytes);
         PyBuffer_Release(&body);

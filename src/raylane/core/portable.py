@@ -38,6 +38,8 @@ WAKE = 4
 """Flag of a message: its execution is awaited in asyncio."""
 _SCRIPT = b"\x8c\x08__main__"
 """Name of the module `__main__` as a pickle of protocol 4 and later has it."""
+TEXT = 6
+"""Kind of a message whose body is a string in UTF-8."""
 LOGGED = 32
 """Number of waits between two looks of the policy."""
 
@@ -180,7 +182,8 @@ class SlotReader:
     def take(self) -> tuple[int, int, bytes | None]:
         """Return (kind, flags, body) of the next message, after a successful wait for it.
 
-        The body is None if the message has buffers: then call `parts`. AssertionError if a ring was overrun.
+        The body is None if the message has buffers, then call `parts`, or is of the kind TEXT, then call `text`.
+        AssertionError if a ring was overrun.
         """
         # The semaphore that the caller has waited for makes the bytes of this slot visible.
         at = self._slots_at + self.sequence % self._slots * self._slot_bytes
@@ -190,12 +193,16 @@ class SlotReader:
             raise AssertionError(f"message {sequence} in the place of message {self.sequence}: a ring was overrun")
         self.sequence = sequence + 1  # before anything can fail: the message is consumed in any case
         self._doorbell.read += 1
-        if count:
+        if count or kind == TEXT:
             return kind, flags, None
         if size > self._slot_bytes - HEADER.size:
             raise AssertionError(f"a message of {size} bytes does not fit into a slot")
         at += HEADER.size
         return kind, flags, bytes(self._view[at : at + size])
+
+    def text(self) -> str:
+        """Return the string of the message that was taken last. AssertionError if its size does not fit."""
+        return str(self.parts()[0], "utf-8", "surrogatepass")  # as pickle does
 
     def parts(self) -> tuple[bytes, list[bytearray]]:
         """Return (body, buffers) of the message that was taken last. AssertionError if its sizes do not fit."""
@@ -245,7 +252,11 @@ class SlotWriter:
         """Bytes written."""
 
     def write(self, sequence: int, kind: int, flags: int, body: Any) -> None:
-        """Write message `sequence` without buffers, and notify the readers. ValueError if it does not fit."""
+        """Write message `sequence` without buffers, and notify the readers. ValueError if it does not fit.
+
+        The body is bytes, or a string in ASCII.
+        """
+        body = body.encode("ascii") if isinstance(body, str) else body
         size = len(body)
         if size > self._slot_bytes - HEADER.size:
             raise ValueError(f"{size} bytes do not fit into a slot of {self._slot_bytes}")

@@ -42,8 +42,8 @@ from raylane.graph.channels.lease import MAX_READERS, Descriptor, LeasePool, Lea
 from raylane.graph.values.message import TENSORS, Message
 
 HEADER_BYTES = MAX_READERS * SEMAPHORE_BYTES
-SLOT_BYTES = 1 << 19
-"""Size of a slot. A body of up to this size costs one copy on each side, half of what a lease costs at 70 to 500 KB.
+SLOT_BYTES = 1 << 21
+"""Size of a slot. A body of up to this size costs one copy on each side, half of what a lease costs at 70 KB to 1 MB.
 Only pages that were written take memory, and an edge has `max_inflight` slots."""
 LEND_FROM_BYTES = 1 << 17
 """Total size from which buffers are leased, not copied into the slot: below, two copies cost less than a lease."""
@@ -265,6 +265,8 @@ class RingReader:
         self._slot_reader = native.SlotReader(segment.memory, full_at, slots_at, spec.slots, SLOT_BYTES, doorbell)
         self.poll = self._slot_reader.poll
         """Function that returns (kind, flags, body) of the next message, or None. Give its result to `received`."""
+        self.text = self._slot_reader.text
+        """Function that returns the string of the last message where it was of the kind TEXT."""
         self.parts = self._slot_reader.parts
         """Function that returns (body, buffers) of the last message where `poll` gave no body."""
         self.writer = spec.writer

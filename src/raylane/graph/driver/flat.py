@@ -17,7 +17,7 @@ from raylane.graph.channels.ring import ELSEWHERE, ROOM_BYTES, WAKE, RingWriter,
 from raylane.graph.driver.collect import CHECK_S, Collector
 from raylane.graph.driver.result import GraphResult
 from raylane.graph.driver.submit import Submitter
-from raylane.graph.values.message import BYTES, TEXT, VALUE, Message, decode
+from raylane.graph.values.message import BYTES, TEXT, VALUE, Message, kind_as_it_is
 
 
 def submit_function(submitter: Submitter, collector: Collector) -> Callable[..., GraphResult]:
@@ -42,14 +42,20 @@ def submit_function(submitter: Submitter, collector: Collector) -> Callable[...,
             lock.entries += 1
             lock.held = True
             encoder.renew_for_imports()
-            try:
-                body = encoder.small(args[0])
-                message = Message(VALUE, body) if body is not None else encoder.rest(args[0])
-            except BaseException as error:
-                message = encoder.unusual(args[0], error)
+            argument = args[0]
+            message: Message | None = None
+            sent: Any = argument
+            buffers: Any = ()
+            fits = True
+            if not (kind := kind_as_it_is(argument)):
+                try:
+                    body = encoder.small(argument)
+                    message = Message(VALUE, body) if body is not None else encoder.rest(argument)
+                except BaseException as error:
+                    message = encoder.unusual(argument, error)
+                kind, sent, buffers, _ = message
+                fits = fits_slot(len(sent), buffers) if buffers else len(sent) <= ROOM_BYTES
             number = executions.submitted
-            kind, sent, buffers, _ = message
-            fits = fits_slot(len(sent), buffers) if buffers else len(sent) <= ROOM_BYTES
             if fits and number - executions.completed < max_inflight:
                 # Outside of asyncio no message needs to wake a loop, and the actors save a system call.
                 wakes = bridge.active and running_loop() is not None
@@ -65,6 +71,7 @@ def submit_function(submitter: Submitter, collector: Collector) -> Callable[...,
                     submitter.interrupted(number, error)
                     raise
                 return result
+            message = message or encoder.encode(argument)
             return submitter.admit([(writer, message, value)], empty.copy(), timeout_s)
         finally:
             lock.held = False
@@ -83,7 +90,8 @@ def shorten_wait(collector: Collector) -> None:
         return
     empty = [None] * len(collector.plan.values)
     pending, early_failures, records = executions.pending, executions.early_failures, executions.records
-    wait, poll, parts, loads, clock = doorbell.wait, edge.poll, edge.reader.parts, pickle.loads, time.perf_counter
+    wait, poll, loads, clock = doorbell.wait, edge.poll, pickle.loads, time.perf_counter
+    parts, text = edge.reader.parts, edge.reader.text
     # The functions get the collector as an argument: a reference to it would be a cycle, and a graph that is dropped
     # must end at once.
 
@@ -98,13 +106,17 @@ def shorten_wait(collector: Collector) -> None:
                 collector.read(edge, kind, flags, body)
                 return
             try:
-                if body is None:
+                value: Any
+                if kind == TEXT:
+                    value = text()
+                    edge.bytes += len(value)
+                elif body is None:
                     body, buffers = parts()
                     edge.bytes += len(body) + sum(map(len, buffers))
                     value = loads(body, buffers=buffers)
                 else:
                     edge.bytes += len(body)
-                    value = loads(body) if kind == VALUE else decode(kind, body, ())
+                    value = loads(body) if kind == VALUE else body
             except Exception as error:
                 collector.arrived(edge, result, empty.copy(), collector.unreadable(edge, error))
                 return

@@ -25,13 +25,13 @@ import msgspec
 import ray
 
 from raylane import _ray
-from raylane.core import native
+from raylane.core import native, portable
 from raylane.core.segment import bytes_at, segment_offsets
 from raylane.errors import GraphValueError
 from raylane.graph.values import references, script_classes
 from raylane.graph.values.references import ReferenceInside, refused
 
-VALUE, TENSORS, ERROR, NOTHING, TICKET, BYTES, TEXT = 0, 1, 2, 3, 4, 5, 6
+VALUE, TENSORS, ERROR, NOTHING, TICKET, BYTES, TEXT = 0, 1, 2, 3, 4, 5, portable.TEXT
 KINDS = (VALUE, TENSORS, ERROR, NOTHING, TICKET, BYTES, TEXT)
 """Kinds of messages: plain pickle; (skeleton, specs) of the codec; a pickled exception; None or a signal; the ticket of
 published tensors (`channels.published`); the content of large bytes, or of a large string (UTF-8)."""
@@ -76,12 +76,20 @@ MAX_SMALL_ERROR_BYTES = 1 << 15
 """Size of an exception where readers keep too much memory for a larger one."""
 MAX_TEXT = 4000
 """Number of characters of an error's text that other messages repeat."""
-_PAYLOAD_BYTES = 1 << 16
+PAYLOAD_BYTES = 1 << 16
 """Size from which the pickler writes the content of a string apart (FRAME_SIZE_TARGET of CPython's _pickle.c)."""
 
 
+MAX_AS_IT_IS_BYTES = 1 << 20
+"""Size up to which a string or bytes are written into a slot without a message; below `ring.ROOM_BYTES`."""
 _SHORT_OPCODES, _LONG_OPCODES = (b"X", b"B"), (b"\x8d", b"\x8e", b"\x96")
 """Opcodes of strings, bytes and bytearrays that are followed by a length of 4 or of 8 bytes."""
+
+
+def kind_as_it_is(value: Any) -> int:
+    """Return the kind of large bytes or of a large ASCII string, which go into a slot as they are; else 0 (VALUE)."""
+    kind = BYTES if type(value) is bytes else TEXT if type(value) is str and value.isascii() else 0
+    return kind if kind and PAYLOAD_BYTES <= len(value) <= MAX_AS_IT_IS_BYTES else 0
 
 
 class TensorInside(Exception):
@@ -177,7 +185,7 @@ class Encoder:
         header = b""
         for part in parts:
             size = len(part)
-            is_content = size >= _PAYLOAD_BYTES and (
+            is_content = size >= PAYLOAD_BYTES and (
                 (header[-9:-8] in _LONG_OPCODES and header[-8:] == size.to_bytes(8, "little"))
                 or (header[-5:-4] in _SHORT_OPCODES and header[-4:] == (size & 0xFFFFFFFF).to_bytes(4, "little"))
             )

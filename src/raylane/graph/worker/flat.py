@@ -15,7 +15,7 @@ from typing import Any
 
 from raylane.graph.channels.ring import ELSEWHERE, ROOM_BYTES, WAKE, RingWriter, fits_slot
 from raylane.graph.values.failures import Failure
-from raylane.graph.values.message import BYTES, TEXT, VALUE, Message, decode
+from raylane.graph.values.message import BYTES, TEXT, VALUE, Message, kind_as_it_is
 from raylane.graph.worker.executor import Executor
 
 
@@ -39,7 +39,8 @@ def shorten(executor: Executor) -> None:
     if inbound.edge in executor.fetches.edges or edge.steps or not isinstance(edge.writer, RingWriter):
         return
     # Looked up once: locals of the closure are found without a dictionary.
-    poll, parts, call, loads = inbound.poll, inbound.reader.parts, task.call, pickle.loads
+    poll, parts, text = inbound.poll, inbound.reader.parts, inbound.reader.text
+    call, loads = task.call, pickle.loads
     write, write_parts = edge.writer.write_small, edge.writer.write_parts
     number, encoder = task.index, executor.encoder
     started, returned, sent = executor.recorder.started, executor.recorder.returned, executor.recorder.sent
@@ -62,13 +63,17 @@ def shorten(executor: Executor) -> None:
             return run()
         # Unpickling runs code of the value's class, which may raise anything.
         try:
-            if body is None:
+            argument: Any
+            if kind == TEXT:
+                argument = text()
+                inbound.bytes += len(argument)
+            elif body is None:
                 body, copies = parts()
                 inbound.bytes += len(body) + sum(map(len, copies))
                 argument = loads(body, buffers=copies)
             else:
                 inbound.bytes += len(body)
-                argument = loads(body) if kind == VALUE else decode(kind, body, ())
+                argument = loads(body) if kind == VALUE else body
         except BaseException as error:
             executor.values[inbound.value] = executor.unreadable(error, inbound)
             return run()
@@ -82,6 +87,11 @@ def shorten(executor: Executor) -> None:
         returned()
         encoder.renew_for_imports()
         encode: Callable[[Any], Message] = encoder.encode
+        if kind := kind_as_it_is(result):
+            write(executor.execution, kind, wakes, result)
+            sent(number, executor.execution)
+            executor.execution += 1
+            return True
         if type(result) is not Failure:
             try:
                 try:
