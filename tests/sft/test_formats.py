@@ -30,6 +30,16 @@ CASES: dict[str, tuple[str, dict[str, Any], list[tuple[str, str]]]] = {
         {"id": "1", "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
         [("user", "a"), ("assistant", "b")],
     ),
+    "messages_as_an_object_of_lists": (
+        "messages",
+        {"messages": {"role": ["user", "assistant"], "content": ["why", "so"], "tool_calls": [None, None]}},
+        [("user", "why"), ("assistant", "so")],
+    ),
+    "sharegpt_as_an_object_of_lists": (
+        "ShareGPT",
+        {"conversations": {"from": ["human", "gpt"], "value": ["why", "so"]}},
+        [("user", "why"), ("assistant", "so")],
+    ),
     "sharegpt_with_system_beside": (
         "ShareGPT",
         {"system": "s", "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},

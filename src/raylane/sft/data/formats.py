@@ -68,7 +68,7 @@ def formatted(row: Mapping[str, Any], keys: ColumnKeys, where: str) -> Formatted
         return as_messages._replace(used=as_messages.used.union(keys.pair or ()))
     if keys.pair is not None:
         return _as_pair(row, keys.pair, where)
-    if isinstance(row.get("conversations"), list):
+    if isinstance(_turns(row.get("conversations")), list):
         return _as_messages(row, "conversations")
     for columns, convert in _BY_COLUMNS:
         if all(row.get(column) is not None for column in columns):
@@ -92,12 +92,22 @@ def formatted(row: Mapping[str, Any], keys: ColumnKeys, where: str) -> Formatted
 
 
 def _as_messages(row: Mapping[str, Any], key: str) -> FormattedRow:
-    messages = row[key]
+    messages = _turns(row[key])
     # `functions` too: `messages` refuses the old form of tools by name.
     used = {key, "tools", "functions"}
     if not (isinstance(messages, list) and any(isinstance(turn, dict) and "from" in turn for turn in messages)):
         return FormattedRow(MESSAGES, frozenset(used), messages)
     return FormattedRow(SHAREGPT, frozenset({*used, "system"}), [*_system(row), *map(_turn, messages)])
+
+
+def _turns(value: Any) -> Any:
+    """Return messages as a list of objects. `datasets` keeps a `Sequence` of objects as an object of lists."""
+    if not isinstance(value, dict) or not value or not all(isinstance(items, list) for items in value.values()):
+        return value
+    if len({len(items) for items in value.values()}) > 1:
+        return value
+    rows = zip(*value.values(), strict=True)
+    return [{name: item for name, item in zip(value, row, strict=True) if item is not None} for row in rows]
 
 
 def _turn(turn: Any) -> Any:

@@ -221,11 +221,11 @@ class _EncodedSource:
 
     def count(self, lines: np.ndarray, counts: FileCounts) -> None:
         """Add the lines, bool [n], to the statistics."""
-        columns = {name: values[lines] for name, values in self.columns.items()}
-        counts.documents += int(np.count_nonzero(columns["kept_tokens"]))
-        counts.tokens += int(columns["kept_tokens"].sum())
+        columns = self.columns
+        counts.documents += int(np.count_nonzero(columns["kept_tokens"][lines]))
+        counts.tokens += int(columns["kept_tokens"].sum(where=lines))
         for name in {*COUNTS} & {*counts.__dict__}:
-            setattr(counts, name, getattr(counts, name) + int(columns[name].sum()))
+            setattr(counts, name, getattr(counts, name) + int(columns[name].sum(where=lines)))
 
     def kind(self) -> str:
         """Return the kind of the files, and the layouts of their rows."""
