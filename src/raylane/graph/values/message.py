@@ -18,7 +18,7 @@ import io
 import pickle
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import msgspec
@@ -209,15 +209,28 @@ def _table(storages: list[tuple[int, int]]) -> dict[type, Callable[[Any], Any]]:
 
         table |= {torch.Tensor: functools.partial(reduce_tensor, torch, storages), torch.nn.Parameter: _stop}
     if "numpy" in sys.modules:
-        table[sys.modules["numpy"].ndarray] = reduce_array
+        table[sys.modules["numpy"].ndarray] = array_reducer()
     return table
 
 
-def reduce_array(array: Any) -> Any:
-    """Return how an array is pickled: for one of numbers in C order in a quarter of NumPy's own time."""
-    if array.dtype.kind not in "biufc" or not array.flags.c_contiguous or not array.size:
+@functools.cache
+def array_reducer() -> Callable[[Any], Any]:
+    """Return `reduce_array` for the dtypes of numbers."""
+    import numpy as np
+
+    # A dictionary, because a message may have hundreds of arrays: `dtype.str` alone takes a tenth of a microsecond.
+    names = {np.dtype(kind): np.dtype(kind).str for kind in "?bhilqBHILQefdFD"}
+    return functools.partial(reduce_array, np.frombuffer, names)
+
+
+def reduce_array(frombuffer: Any, names: Mapping[Any, str], array: Any) -> Any:
+    """Return how an array is pickled: if its dtype is in `names`, in C order, in a fifth of NumPy's own time."""
+    name = names.get(array.dtype)
+    if name is None or not array.size or not array.flags.c_contiguous:
         return array.__reduce_ex__(5)
-    return array_of, (pickle.PickleBuffer(array), array.dtype.str, array.shape)
+    if array.ndim == 1:
+        return frombuffer, (pickle.PickleBuffer(array), name)
+    return array_of, (pickle.PickleBuffer(array), name, array.shape)
 
 
 def array_of(buffer: Any, dtype: str, shape: tuple[int, ...]) -> Any:
