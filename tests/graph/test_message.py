@@ -21,6 +21,7 @@ import ray
 import torch
 
 from core.processes import start_code
+from graph.arrival import arrive
 from raylane import _ray
 from raylane.errors import GraphActorDiedError, GraphValueError, TensorFreedError
 from raylane.graph.values.message import (
@@ -28,11 +29,9 @@ from raylane.graph.values.message import (
     MAX_BUFFERS,
     NOTHING,
     SIGNAL,
-    SMALL_TENSOR_BYTES,
     TENSORS,
     VALUE,
     Encoder,
-    Message,
     decode,
     encode_error,
 )
@@ -41,14 +40,6 @@ from raylane.graph.values.message import (
 @pytest.fixture
 def encoder() -> Encoder:
     return Encoder()
-
-
-def arrive(message: Message, *, shared: bool = False) -> Any:
-    """As at the other end: bytes that nobody else holds, or that others see too."""
-    buffers: list[Any] = [bytearray(memoryview(buffer).cast("B")) for buffer in message.buffers]
-    if shared:
-        buffers = [memoryview(buffer).toreadonly() for buffer in buffers]
-    return decode(message.kind, bytes(message.body), buffers, shared=shared)
 
 
 class Colour(enum.Enum):
@@ -201,119 +192,6 @@ def test_arrays_own_the_memory_they_are_made_from(encoder: Encoder) -> None:
 
 
 # torch
-
-
-@pytest.mark.parametrize(
-    ("value", "kind"),
-    [
-        (torch.arange(6.0).reshape(2, 3), VALUE),
-        (torch.tensor(5), VALUE),
-        (torch.ones(3, dtype=torch.bool), VALUE),
-        (torch.ones(3, dtype=torch.bfloat16), VALUE),
-        (torch.ones(3, dtype=torch.complex64), VALUE),
-        (torch.ones(2, 3, dtype=torch.float8_e4m3fn), VALUE),
-        (torch.arange(10)[2:5], VALUE),
-        (torch.ones(SMALL_TENSOR_BYTES // 4 - 1), VALUE),
-        (torch.ones(SMALL_TENSOR_BYTES // 4), TENSORS),
-        (torch.empty(0, 3), TENSORS),
-        (torch.ones(2, 3).T, TENSORS),
-        (torch.ones(3).expand(2, 3), TENSORS),
-        (torch.ones(3, requires_grad=True), TENSORS),
-        (torch.nn.Parameter(torch.ones(3)), TENSORS),
-        (torch.tensor([1 + 2j]).conj(), TENSORS),
-        (torch.eye(3).to_sparse(), TENSORS),
-    ],
-    ids=str,
-)
-def test_tensors_alone_and_inside(encoder: Encoder, value: torch.Tensor, kind: int) -> None:
-    for wrapped in (value, {"t": [value, np.ones(2), "x"]}):
-        message = encoder.encode(wrapped)
-        assert message.kind == kind
-        got = arrive(message)
-        got = got if wrapped is value else got["t"][0]
-        assert (got.dtype, got.shape, got.requires_grad) == (value.dtype, value.shape, value.requires_grad)
-        assert got.layout == value.layout
-        if value.layout == torch.strided:
-            assert (got.stride(), type(got)) == (value.stride(), type(value))
-            assert torch.equal(got.to(torch.complex64), value.to(torch.complex64))
-            if value.numel() and 0 not in value.stride():
-                with torch.no_grad():
-                    got.copy_(torch.zeros_like(got))  # its own memory
-
-
-def _shared(make: Callable[[], list[Any]]) -> Any:
-    return pytest.param(make, TENSORS, id=f"shared-{make.__code__.co_firstlineno}")
-
-
-def _apart(make: Callable[[], list[Any]]) -> Any:
-    return pytest.param(make, VALUE, id=f"apart-{make.__code__.co_firstlineno}")
-
-
-BASE, ARRAY = torch.zeros(10), np.zeros(10, np.float32)
-
-
-@pytest.mark.parametrize(
-    ("make", "kind"),
-    [
-        _shared(lambda: [BASE, BASE[2:4]]),
-        _shared(lambda: [BASE[2:4], BASE]),
-        _shared(lambda: [BASE[:5], BASE[5:], BASE]),
-        _shared(lambda: [BASE[2:4], np.ones(3), BASE]),
-        _shared(lambda: [BASE, np.ones(3), BASE.numpy()]),
-        _shared(lambda: [ARRAY, torch.from_numpy(ARRAY)]),
-        _shared(lambda: [ARRAY[:6], torch.from_numpy(ARRAY[5:])]),
-        _shared(lambda: [torch.from_numpy(ARRAY[:6]), torch.from_numpy(ARRAY[5:])]),
-        _apart(lambda: [torch.from_numpy(ARRAY[:5]), torch.from_numpy(ARRAY[5:])]),
-        _apart(lambda: [ARRAY[:5], torch.from_numpy(ARRAY[5:]), ARRAY[1:3], np.ones(2)]),
-        _apart(lambda: [BASE, torch.ones(3), np.ones(3), torch.ones(2)]),
-    ],
-)
-def test_tensors_that_share_memory_stay_shared(encoder: Encoder, make: Callable[[], list[Any]], kind: int) -> None:
-    for _ in range(3):  # the encoder is kept: nothing of one value says anything of the next one
-        message = encoder.encode(make())
-        assert message.kind == kind
-        got = arrive(message)
-        for item, sent in zip(got, make(), strict=True):
-            assert (type(item), item.tolist()) == (type(sent), sent.tolist())
-        got[-1][:] = 7
-        assert any(7 in item.tolist() for item in got[:-1]) == (kind == TENSORS)
-    again = arrive(encoder.encode([BASE, BASE]))
-    assert again[0] is again[1]
-
-
-def test_views_ties_parameters_and_modules(encoder: Encoder) -> None:
-    base = torch.zeros(10)
-    layer = torch.nn.Linear(2, 2)
-    tied = torch.nn.Sequential(layer, layer)
-    got = arrive(encoder.encode({"base": base, "view": base[2:4], "model": tied, "w": layer.weight}))
-    got["base"][3] = 7
-    assert got["view"].tolist() == [0, 7]
-    assert got["model"][0] is got["model"][1]
-    assert got["w"] is got["model"][0].weight
-    assert isinstance(got["w"], torch.nn.Parameter)
-    assert got["w"].requires_grad
-
-
-def test_tensors_of_other_kinds(encoder: Encoder) -> None:
-    sparse = torch.eye(3).to_sparse()
-    assert torch.equal(arrive(encoder.encode([sparse]))[0].to_dense(), torch.eye(3))
-    buffer = torch.nn.Buffer(torch.ones(2)) if hasattr(torch.nn, "Buffer") else torch.ones(2)
-    assert torch.equal(arrive(encoder.encode({"b": buffer}))["b"], torch.ones(2))
-    assert arrive(encoder.encode([torch.float16, torch.Size([1, 2]), torch.device("cpu")])) == [
-        torch.float16,
-        torch.Size([1, 2]),
-        torch.device("cpu"),
-    ]
-    conjugate = torch.tensor([1 + 2j]).conj()
-    assert arrive(encoder.encode(conjugate)).tolist() == [1 - 2j]
-
-
-def test_a_tensor_that_others_see_too_is_copied(encoder: Encoder) -> None:
-    message = encoder.encode([torch.ones(3), np.ones(2)])
-    held = [bytearray(memoryview(buffer).cast("B")) for buffer in message.buffers]
-    got = decode(message.kind, message.body, [memoryview(buffer).toreadonly() for buffer in held], shared=True)
-    got[0].zero_()
-    assert sum(map(sum, held)) == sum(map(sum, [bytes(memoryview(buffer).cast("B")) for buffer in message.buffers]))
 
 
 WITHOUT_TORCH = """

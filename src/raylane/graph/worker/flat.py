@@ -16,12 +16,52 @@ from typing import Any
 from raylane.graph.channels.ring import ELSEWHERE, ROOM_BYTES, WAKE, RingWriter, fits_slot
 from raylane.graph.values.failures import Failure
 from raylane.graph.values.message import BYTES, TEXT, VALUE, Message, kind_as_it_is
-from raylane.graph.worker.executor import Executor
+from raylane.graph.worker.executor import Executor, OutboundEdge, PreparedTask
 
 
 def as_encoded(message: Message, _: Any) -> Message:
     """Return the message of a value that is encoded already."""
     return message
+
+
+def sender(
+    executor: Executor, task: PreparedTask, edge: OutboundEdge
+) -> Callable[[Any, int], tuple[Any, Callable[[Any], Message]] | None]:
+    """Return a function (result, flags) that sends what a task has returned to its one edge.
+
+    It returns None; or, if the result has to take the general way, the arguments of `Executor.deliver`.
+    """
+    assert isinstance(edge.writer, RingWriter)
+    number, encoder, sent = task.index, executor.encoder, executor.recorder.sent
+    write, write_parts = edge.writer.write_small, edge.writer.write_parts
+
+    def send(result: Any, flags: int) -> tuple[Any, Callable[[Any], Message]] | None:
+        encoder.renew_for_imports()
+        if kind := kind_as_it_is(result):
+            write(executor.execution, kind, flags, result)
+            sent(number, executor.execution)
+            return None
+        if type(result) is Failure:
+            return result, encoder.encode
+        try:
+            try:
+                body = encoder.small(result)
+                message = Message(VALUE, body) if body is not None else encoder.rest(result)
+            except BaseException as error:
+                message = encoder.unusual(result, error)
+        except BaseException as error:
+            return executor.unsendable(error, task, edge), encoder.encode
+        kind, pickled, buffers, _ = message
+        if not (fits_slot(len(pickled), buffers) if buffers else len(pickled) <= ROOM_BYTES):
+            return result, functools.partial(as_encoded, message)
+        if buffers:
+            write_parts(executor.execution, kind, flags, pickled, buffers)
+        else:
+            write(executor.execution, kind, flags, pickled)
+        sent(number, executor.execution)
+        return None
+
+    return send
 
 
 def shorten(executor: Executor) -> None:
@@ -40,10 +80,8 @@ def shorten(executor: Executor) -> None:
         return
     # Looked up once: locals of the closure are found without a dictionary.
     poll, parts, text = inbound.poll, inbound.reader.parts, inbound.reader.text
-    call, loads = task.call, pickle.loads
-    write, write_parts = edge.writer.write_small, edge.writer.write_parts
-    number, encoder = task.index, executor.encoder
-    started, returned, sent = executor.recorder.started, executor.recorder.returned, executor.recorder.sent
+    call, loads, send = task.call, pickle.loads, sender(executor, task, edge)
+    started, returned = executor.recorder.started, executor.recorder.returned
 
     def run() -> bool:
         """Go on in the general way after the message was read."""
@@ -85,34 +123,11 @@ def shorten(executor: Executor) -> None:
         except BaseException as error:  # a cancelled coroutine too: a failed call must not end the loop
             result = executor.call_failed(task, error)
         returned()
-        encoder.renew_for_imports()
-        encode: Callable[[Any], Message] = encoder.encode
-        if kind := kind_as_it_is(result):
-            write(executor.execution, kind, wakes, result)
-            sent(number, executor.execution)
+        remaining = send(result, wakes)
+        if remaining is None:
             executor.execution += 1
             return True
-        if type(result) is not Failure:
-            try:
-                try:
-                    body = encoder.small(result)
-                    message = Message(VALUE, body) if body is not None else encoder.rest(result)
-                except BaseException as error:
-                    message = encoder.unusual(result, error)
-            except BaseException as error:
-                result = executor.unsendable(error, task, edge)
-            else:
-                kind, pickled, buffers, _ = message
-                if fits_slot(len(pickled), buffers) if buffers else len(pickled) <= ROOM_BYTES:
-                    if buffers:
-                        write_parts(executor.execution, kind, wakes, pickled, buffers)
-                    else:
-                        write(executor.execution, kind, wakes, pickled)
-                    sent(number, executor.execution)
-                    executor.execution += 1
-                    return True
-                encode = functools.partial(as_encoded, message)
-        executor.deliver(task, result, encode)
+        executor.deliver(task, *remaining)
         executor.end_task()
         return True
 
