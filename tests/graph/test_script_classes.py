@@ -68,6 +68,8 @@ send([Point(4), scale])
 import torch
 send([Point(4), torch.ones(3)])
 send([Point(4), torch.ones(3, requires_grad=True)])
+Point.scale = 1000
+send(Point(4))
 """
 
 
@@ -105,6 +107,8 @@ def test_instances_of_a_script_arrive_in_another_process(tmp_path: Path) -> None
     assert arrive(lines[7])[1](5) == 15
     assert arrive(lines[8])[1].tolist() == [1.0] * 3
     assert arrive(lines[9])[1].requires_grad
+    assert arrive(lines[10]).scaled() == 4000  # as in the beginning
+    assert changed.scaled() == 4000  # there is one class, as in the script
 
 
 def test_a_class_is_pickled_once(monkeypatch: pytest.MonkeyPatch) -> None:

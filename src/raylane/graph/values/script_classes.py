@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import io
+import itertools
 import pickle
 import types
 import weakref
@@ -22,6 +23,8 @@ SCRIPT = b"\x8c\x08__main__"
 """Name of the module `__main__` as a pickle of protocol 4 and later has it."""
 KEPT_CLASSES = 256
 """Maximum number of classes that a reader keeps."""
+_NUMBER_BYTES = 8
+_numbers = itertools.count()
 _CONSTANTS = (int, float, complex, bool, str, bytes, type(None))
 _MADE_WITH_CLASS = ("__dataclass_", "__annotations__", "__slotnames__")
 _DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType)
@@ -59,7 +62,8 @@ class _Pickler(pickle.Pickler):
         if known is None or state is None or known[0] != state:
             file = io.BytesIO()
             references.pickler(file).dump(obj)
-            known = state, zlib.compress(file.getvalue(), 1)
+            # The number makes the bytes new: a class that got an old attribute back must be loaded again.
+            known = state, zlib.compress(next(_numbers).to_bytes(_NUMBER_BYTES, "little") + file.getvalue(), 1)
             _pickled[obj] = known
         return class_of, (known[1],)
 
@@ -67,7 +71,7 @@ class _Pickler(pickle.Pickler):
 @functools.lru_cache(maxsize=KEPT_CLASSES)
 def class_of(pickled: bytes) -> Any:
     """Return the class of a message."""
-    return pickle.loads(zlib.decompress(pickled))
+    return pickle.loads(memoryview(zlib.decompress(pickled))[_NUMBER_BYTES:])
 
 
 def _travels(kind: type) -> bool:
