@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 SIZES = {"1KB": 1_000, "10KB": 10_000, "100KB": 100_000, "1MB": 1_000_000, "10MB": 10_000_000}
 
 
@@ -40,7 +38,9 @@ def script_class() -> type:
     return Item
 
 
-def _array(nbytes: int) -> np.ndarray[Any, Any]:
+def _array(nbytes: int) -> Any:
+    import numpy as np
+
     return np.arange(nbytes // 4, dtype=np.float32)
 
 
