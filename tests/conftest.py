@@ -33,6 +33,9 @@ os.environ.setdefault(
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0"
 )  # Ray's default setting prints a warning at every start
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+# The first transfer of Ray's own direct transport makes agents of NIXL, each of which keeps a core busy: on two busy
+# cores the 60 s that Ray waits are not enough.
+os.environ.setdefault("RAY_rdt_fetch_fail_timeout_milliseconds", "400000")
 # A shell that starts the tests in the background makes them, and all their children, ignore Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # Ray starts workers at niceness 15: beside three computing processes, an actor took 100 s to start instead of 3.
