@@ -39,7 +39,7 @@ from raylane.core.semaphore import SEMAPHORE_BYTES, Segment
 from raylane.core.waiting import patience
 from raylane.errors import GraphPlanError
 from raylane.graph.channels.lease import MAX_READERS, Descriptor, LeasePool, LeaseReader, Reservation
-from raylane.graph.values.message import TENSORS, Message
+from raylane.graph.values.message import TENSORS, TEXT, VALUE, Message
 
 HEADER_BYTES = MAX_READERS * SEMAPHORE_BYTES
 SLOT_BYTES = 1 << 21
@@ -265,8 +265,6 @@ class RingReader:
         self._slot_reader = native.SlotReader(segment.memory, full_at, slots_at, spec.slots, SLOT_BYTES, doorbell)
         self.poll = self._slot_reader.poll
         """Function that returns (kind, flags, body) of the next message, or None. Give its result to `received`."""
-        self.text = self._slot_reader.text
-        """Function that returns the string of the last message where it was of the kind TEXT."""
         self.parts = self._slot_reader.parts
         """Function that returns (body, buffers) of the last message where `poll` gave no body."""
         self.writer = spec.writer
@@ -285,6 +283,22 @@ class RingReader:
         SegmentGone if the message's leased memory vanished with its writer.
         """
         return self.received(*self._slot_reader.take())
+
+    def value_in_slot(self, kind: int, body: bytes | None, edge: Any) -> Any:
+        """Return the value of a VALUE, BYTES or TEXT that `poll` has returned without a flag of ELSEWHERE.
+
+        Adds its size to `edge.bytes`. Raises the errors of unpickling.
+        """
+        if kind == TEXT:
+            text = self._slot_reader.text()
+            edge.bytes += len(text)
+            return text
+        if body is not None:
+            edge.bytes += len(body)
+            return pickle.loads(body) if kind == VALUE else body
+        pickled, buffers = self.parts()
+        edge.bytes += len(pickled) + sum(map(len, buffers))
+        return pickle.loads(pickled, buffers=buffers)
 
     def received(self, kind: int, flags: int, body: bytes | None) -> Received:
         """Return the whole message of which `poll` has just returned the beginning. Raises what `take` raises."""

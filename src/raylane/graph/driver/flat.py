@@ -91,7 +91,7 @@ def shorten_wait(collector: Collector) -> None:
     empty = [None] * len(collector.plan.values)
     pending, early_failures, records = executions.pending, executions.early_failures, executions.records
     wait, poll, loads, clock = doorbell.wait, edge.poll, pickle.loads, time.perf_counter
-    parts, text = edge.reader.parts, edge.reader.text
+    value_in_slot = edge.reader.value_in_slot
     # The functions get the collector as an argument: a reference to it would be a cycle, and a graph that is dropped
     # must end at once.
 
@@ -106,17 +106,11 @@ def shorten_wait(collector: Collector) -> None:
                 collector.read(edge, kind, flags, body)
                 return
             try:
-                value: Any
-                if kind == TEXT:
-                    value = text()
-                    edge.bytes += len(value)
-                elif body is None:
-                    body, buffers = parts()
-                    edge.bytes += len(body) + sum(map(len, buffers))
-                    value = loads(body, buffers=buffers)
-                else:
+                if kind == VALUE and body is not None:
                     edge.bytes += len(body)
-                    value = loads(body) if kind == VALUE else body
+                    value = loads(body)
+                else:
+                    value = value_in_slot(kind, body, edge)
             except Exception as error:
                 collector.arrived(edge, result, empty.copy(), collector.unreadable(edge, error))
                 return

@@ -30,7 +30,7 @@ _MADE_WITH_CLASS = ("__dataclass_", "__annotations__", "__slotnames__")
 _DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType)
 
 _pickled: weakref.WeakKeyDictionary[type, tuple[Any, bytes]] = weakref.WeakKeyDictionary()
-"""Of each class: what its pickle depends on (`_state`), and the compressed pickle."""
+"""Pickles of classes: what each depends on (`_state`), and its compressed bytes."""
 
 
 class NotPlain(Exception):

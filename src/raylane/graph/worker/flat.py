@@ -79,7 +79,7 @@ def shorten(executor: Executor) -> None:
     if inbound.edge in executor.fetches.edges or edge.steps or not isinstance(edge.writer, RingWriter):
         return
     # Looked up once: locals of the closure are found without a dictionary.
-    poll, parts, text = inbound.poll, inbound.reader.parts, inbound.reader.text
+    poll, value_in_slot = inbound.poll, inbound.reader.value_in_slot
     call, loads, send = task.call, pickle.loads, sender(executor, task, edge)
     started, returned = executor.recorder.started, executor.recorder.returned
 
@@ -101,17 +101,11 @@ def shorten(executor: Executor) -> None:
             return run()
         # Unpickling runs code of the value's class, which may raise anything.
         try:
-            argument: Any
-            if kind == TEXT:
-                argument = text()
-                inbound.bytes += len(argument)
-            elif body is None:
-                body, copies = parts()
-                inbound.bytes += len(body) + sum(map(len, copies))
-                argument = loads(body, buffers=copies)
-            else:
+            if kind == VALUE and body is not None:
                 inbound.bytes += len(body)
-                argument = loads(body) if kind == VALUE else body
+                argument = loads(body)
+            else:
+                argument = value_in_slot(kind, body, inbound)
         except BaseException as error:
             executor.values[inbound.value] = executor.unreadable(error, inbound)
             return run()
