@@ -16,7 +16,7 @@ pytestmark = pytest.mark.processes
 
 ALWAYS, NEVER = {D + "shard_parameters": "always"}, {D + "shard_parameters": "never"}
 FULL, HALF = {D + "activation_checkpointing": True}, {"policy.precision": "bfloat16"}
-# On a CPU without AVX-512, torch multiplies matrices of bfloat16 up to 60 times slower than those of float32, with copies
+# On a CPU without AVX-512, torch multiplies bfloat16 matrices up to 60 times slower than those of float32, with copies
 # that the estimate leaves out.
 SMALL_PRODUCTS = {"policy.max_total_sequence_length": 128, measuring.HF + "vocab_size": 2048}
 TP, PP = {D + "tensor_parallel_size": 2}, {D + "pipeline_parallel_size": 2}

@@ -140,6 +140,18 @@ def test_bfloat16_keeps_float32_masters_and_comes_close(worker, folder):
     worker.train_step(0)
 
 
+@pytest.mark.parametrize(
+    ("capability", "precision", "warned"),
+    [("AVX2", "bfloat16", True), ("AVX512", "bfloat16", False), ("AVX2", "float32", False)],
+)
+def test_slow_bfloat16_of_a_cpu_without_avx512_is_told(
+    worker, folder, monkeypatch, caplog, capability, precision, warned
+):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    start(worker, folder, {"policy.precision": precision})
+    assert ("set policy.precision=float32" in caplog.text) is warned
+
+
 def test_clipping_reports_the_norm_before_and_none_never_clips(worker, folder):
     start(worker, folder, {"policy.max_grad_norm": None})
     free = worker.train_step(0)
