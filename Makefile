@@ -4,6 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 VLLM   := .venv-vllm
+WHEEL  := .venv-wheel
 # PyTorch's own index of CPU builds: asked only where the pinned CPU build is not found otherwise.
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
@@ -19,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # What the native module replaces, and the runs and faults of graphs, which use it.
 PURE   := tests/core tests/graph/test_run.py tests/faults/test_graph_faults.py
 
-.PHONY: setup check test test-fast test-all test-matrix test-pure test-vllm faults gpu bench figures sft grpo docs clean
+.PHONY: setup check test test-fast test-all test-matrix test-pure test-vllm faults gpu bench figures sft grpo docs wheel clean
 
 setup: $(STAMP)
 
@@ -113,5 +114,25 @@ $(VENV)/.docs-ready: $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
 	touch $@
 
+# One wheel for CPython 3.11 and later with glibc 2.28 and later, made from the source archive. abi3audit and auditwheel
+# check both promises; then the wheel is installed into an empty environment.
+wheel: setup $(WHEEL)/.ready
+	rm -rf dist build/wheel
+	CC="$(CURDIR)/$(WHEEL)/bin/python -m ziglang cc -target $$(uname -m)-linux-gnu.2.28 -Werror" \
+	  $(WHEEL)/bin/python -m build --no-isolation --outdir build/wheel .
+	$(WHEEL)/bin/abi3audit --strict --assume-minimum-abi3 3.11 build/wheel/*.whl
+	PATH="$(CURDIR)/$(WHEEL)/bin:$$PATH" $(WHEEL)/bin/auditwheel repair --plat manylinux_2_28_$$(uname -m) --only-plat \
+	  --wheel-dir dist build/wheel/*.whl
+	mv build/wheel/*.tar.gz dist
+	CC="$(WHEEL)/bin/python -m ziglang cc -target aarch64-linux-gnu.2.28" $(WHEEL)/bin/python -c \
+	  'import pathlib, hatch_build; hatch_build.compile_native(pathlib.Path(), "-Werror", into=pathlib.Path("build"))'
+	$(WHEEL)/bin/twine check --strict dist/*
+	RAYLANE_WHEEL=$$(echo dist/*.whl) $(PYTEST) tests/release
+
+$(WHEEL)/.ready: tests/release/requirements.txt
+	test -x $(WHEEL)/bin/python || $(PYTHON) -m venv $(WHEEL)
+	$(WHEEL)/bin/python -m pip install --quiet -r tests/release/requirements.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) runs site .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(WHEEL) dist build runs site .pytest_cache .mypy_cache .ruff_cache

@@ -1,7 +1,8 @@
 """Build hook: compiles `raylane/core/_native.c` for wheels and for editable installs.
 
-Without a C compiler or the headers of Python the package is installed without the module, and `raylane.core.native`
-uses its twin in Python; `raylane doctor` says which is in use. RAYLANE_PURE=1 leaves the module out on purpose.
+The module uses only CPython's stable ABI, so one build serves CPython 3.11 and every later version. Without a C
+compiler or the headers of Python the package is installed without the module, and `raylane.core.native` uses its twin
+in Python; `raylane doctor` says which is in use. RAYLANE_PURE=1 leaves the module out on purpose.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def compile_native(root: Path, *more: str, into: Path | None = None) -> Path:
 
     OSError or CalledProcessError if that fails.
     """
-    target = (into or root / SOURCE.parent) / ("_native" + sysconfig.get_config_var("EXT_SUFFIX"))
+    target = (into or root / SOURCE.parent) / "_native.abi3.so"
     partial = target.with_suffix(".partial")
     compiler = shlex.split(os.environ.get("CC", "cc"))
     include = f"-I{sysconfig.get_paths()['include']}"
@@ -57,6 +58,9 @@ class NativeBuildHook(BuildHookInterface):
             text = (getattr(error, "stderr", None) or str(error)).strip()
             self.app.display_warning(f"raylane: no native module, the Python one is used instead: {text}")
             return
+        for older in set(found.parent.glob("_native.*.so")) - {found}:
+            older.unlink()  # built for one version of CPython, which would prefer it
+        platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
         build_data["pure_python"] = False
-        build_data["infer_tag"] = True
+        build_data["tag"] = f"cp311-abi3-{platform}"
         build_data["artifacts"].append(str(found.relative_to(self.root)))

@@ -7,6 +7,7 @@
  */
 
 #define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030b0000 /* CPython 3.11: one compiled module for this version and all later ones */
 #include <Python.h>
 #include <fcntl.h>
 #include <pthread.h>
@@ -15,6 +16,9 @@
 #include <stddef.h>
 #include <stdatomic.h>
 #include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
 #include <structmember.h>
 #include <sys/eventfd.h>
 #include <time.h>
@@ -54,6 +58,16 @@ static sem_t *semaphore_at(const Py_buffer *memory, Py_ssize_t at) {
         return NULL;
     }
     return (sem_t *)((char *)memory->buf + at);
+}
+
+enum { TYPE_FLAGS = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE };
+
+/* Free the memory of an object, at the end of its dealloc. Each object holds a reference to its type. */
+static void release_object(PyObject *object) {
+    PyTypeObject *type = Py_TYPE(object);
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    release(object);
+    Py_DECREF(type);
 }
 
 /* Return NULL from a method of an object whose __init__ has not run, or has failed. */
@@ -99,7 +113,7 @@ static int doorbell_init(Doorbell *self, PyObject *args, PyObject *kwargs) {
 static void doorbell_dealloc(Doorbell *self) {
     if (self->page.obj) PyBuffer_Release(&self->page);
     Py_XDECREF(self->policy);
-    Py_TYPE(self)->tp_free((PyObject *)self);
+    release_object((PyObject *)self);
 }
 
 /* Return the waits that were noted, as a list of (length, longest yield). */
@@ -108,7 +122,7 @@ static PyObject *noted(Doorbell *self, int logged) {
     for (int i = 0; waits && i < logged; i++) {
         PyObject *pair = Py_BuildValue("(LL)", (long long)self->lengths_ns[i], (long long)self->worst_ns[i]);
         if (pair)
-            PyList_SET_ITEM(waits, i, pair);
+            PyList_SetItem(waits, i, pair);
         else
             Py_CLEAR(waits);
     }
@@ -141,22 +155,17 @@ static int note(Doorbell *self, int64_t length, int64_t worst, int64_t now) {
     return self->logged == LOGGED || worst > self->slow_ns ? review(self, now) : 0;
 }
 
+/* In the C library since 2.30; NULL in an older one. */
+extern int sem_clockwait(sem_t *, clockid_t, const struct timespec *) __attribute__((weak));
+
 static int sleep_for(sem_t *semaphore, double timeout_s) {
     double whole = timeout_s < 1.0 ? timeout_s : 1.0;
     struct timespec until;
-#if defined(__GLIBC__) && (__GLIBC__ > 2 || __GLIBC_MINOR__ >= 30)
-    clock_gettime(CLOCK_MONOTONIC, &until);
-#else
-    clock_gettime(CLOCK_REALTIME, &until);
-#endif
+    clock_gettime(sem_clockwait ? CLOCK_MONOTONIC : CLOCK_REALTIME, &until);
     int64_t nanoseconds = until.tv_nsec + (int64_t)((whole > 0 ? whole : 0) * 1e9);
     until.tv_sec += (time_t)(nanoseconds / 1000000000);
     until.tv_nsec = (long)(nanoseconds % 1000000000);
-#if defined(__GLIBC__) && (__GLIBC__ > 2 || __GLIBC_MINOR__ >= 30)
-    return sem_clockwait(semaphore, CLOCK_MONOTONIC, &until);
-#else
-    return sem_timedwait(semaphore, &until);
-#endif
+    return sem_clockwait ? sem_clockwait(semaphore, CLOCK_MONOTONIC, &until) : sem_timedwait(semaphore, &until);
 }
 
 /* Yield until the semaphore was taken, the budget is spent, or a yield took too long. Returns 1 if it was taken. */
@@ -256,16 +265,17 @@ static PyMemberDef doorbell_members[] = {
     {NULL, 0, 0, 0, NULL},
 };
 
-static PyTypeObject DoorbellType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "raylane.core._native.Doorbell",
-    .tp_basicsize = sizeof(Doorbell),
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
-    .tp_new = PyType_GenericNew,
-    .tp_init = (initproc)doorbell_init,
-    .tp_dealloc = (destructor)doorbell_dealloc,
-    .tp_methods = doorbell_methods,
-    .tp_members = doorbell_members,
+static PyType_Slot doorbell_slots[] = {
+    {Py_tp_new, PyType_GenericNew},
+    {Py_tp_init, doorbell_init},
+    {Py_tp_dealloc, doorbell_dealloc},
+    {Py_tp_methods, doorbell_methods},
+    {Py_tp_members, doorbell_members},
+    {0, NULL},
 };
+
+static PyType_Spec doorbell_spec = {"raylane.core._native.Doorbell", sizeof(Doorbell), 0,
+                                    TYPE_FLAGS | Py_TPFLAGS_BASETYPE, doorbell_slots};
 
 /* Slots */
 
@@ -287,17 +297,23 @@ static int check_slots(Py_buffer *memory, Py_ssize_t at, Py_ssize_t slots, Py_ss
     return -1;
 }
 
+typedef struct {
+    PyTypeObject *doorbell;
+} ModuleState;
+
 static int reader_init(SlotReader *self, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"memory", "full_at", "slots_at", "slots", "slot_bytes", "doorbell", NULL};
     PyObject *memory;
     Doorbell *doorbell;
     Py_ssize_t full_at;
+    ModuleState *state = PyType_GetModuleState(Py_TYPE((PyObject *)self)); /* there are no subclasses */
+    if (!state) return -1;
     if (self->memory.obj) {
         PyErr_SetString(PyExc_TypeError, "a SlotReader is initialised once");
         return -1;
     }
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OnnnnO!", names, &memory, &full_at, &self->slots_at, &self->slots,
-                                     &self->slot_bytes, &DoorbellType, &doorbell))
+                                     &self->slot_bytes, state->doorbell, &doorbell))
         return -1;
     if (take_memory(memory, &self->memory, 0)) return -1;
     if (check_slots(&self->memory, self->slots_at, self->slots, self->slot_bytes)) return -1;
@@ -309,8 +325,8 @@ static int reader_init(SlotReader *self, PyObject *args, PyObject *kwargs) {
 
 static void reader_dealloc(SlotReader *self) {
     if (self->memory.obj) PyBuffer_Release(&self->memory);
-    Py_XDECREF(self->doorbell);
-    Py_TYPE(self)->tp_free((PyObject *)self);
+    Py_XDECREF((PyObject *)self->doorbell);
+    release_object((PyObject *)self);
 }
 
 static PyObject *reader_take(SlotReader *self, PyObject *Py_UNUSED(ignored)) {
@@ -343,9 +359,9 @@ static PyObject *reader_take(SlotReader *self, PyObject *Py_UNUSED(ignored)) {
         Py_XDECREF(body);
         return NULL;
     }
-    PyTuple_SET_ITEM(found, 0, PyLong_FromLong(kind)); /* a small int: cannot fail */
-    PyTuple_SET_ITEM(found, 1, PyLong_FromLong(flags));
-    PyTuple_SET_ITEM(found, 2, body);
+    PyTuple_SetItem(found, 0, PyLong_FromLong(kind)); /* a small int: cannot fail */
+    PyTuple_SetItem(found, 1, PyLong_FromLong(flags));
+    PyTuple_SetItem(found, 2, body);
     return found;
 }
 
@@ -393,7 +409,7 @@ static PyObject *reader_parts(SlotReader *self, PyObject *Py_UNUSED(ignored)) {
             Py_CLEAR(parts);
             break;
         }
-        PyList_SET_ITEM(parts, i, part);
+        PyList_SetItem(parts, i, part);
         at += size;
         room -= (Py_ssize_t)size;
     }
@@ -420,16 +436,17 @@ static PyMemberDef reader_members[] = {
     {NULL, 0, 0, 0, NULL},
 };
 
-static PyTypeObject SlotReaderType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "raylane.core._native.SlotReader",
-    .tp_basicsize = sizeof(SlotReader),
-    .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_new = PyType_GenericNew,
-    .tp_init = (initproc)reader_init,
-    .tp_dealloc = (destructor)reader_dealloc,
-    .tp_methods = reader_methods,
-    .tp_members = reader_members,
+static PyType_Slot slot_reader_slots[] = {
+    {Py_tp_new, PyType_GenericNew},
+    {Py_tp_init, reader_init},
+    {Py_tp_dealloc, reader_dealloc},
+    {Py_tp_methods, reader_methods},
+    {Py_tp_members, reader_members},
+    {0, NULL},
 };
+
+static PyType_Spec slot_reader_spec = {"raylane.core._native.SlotReader", sizeof(SlotReader), 0, TYPE_FLAGS,
+                                       slot_reader_slots};
 
 typedef struct {
     Py_buffer page;
@@ -460,7 +477,7 @@ static int writer_init(SlotWriter *self, PyObject *args, PyObject *kwargs) {
         return -1;
     if (take_memory(memory, &self->memory, 0)) return -1;
     if (check_slots(&self->memory, self->slots_at, self->slots, self->slot_bytes)) return -1;
-    Py_ssize_t count = PyTuple_GET_SIZE(readers);
+    Py_ssize_t count = PyTuple_Size(readers);
     self->fulls = PyMem_Calloc((size_t)count + 1, sizeof(sem_t *));
     self->bells = PyMem_Calloc((size_t)count + 1, sizeof(Bell));
     if (!self->fulls || !self->bells) {
@@ -471,7 +488,7 @@ static int writer_init(SlotWriter *self, PyObject *args, PyObject *kwargs) {
         Py_ssize_t full_at;
         PyObject *page;
         int flag;
-        PyObject *reader = PyTuple_GET_ITEM(readers, i);
+        PyObject *reader = PyTuple_GetItem(readers, i);
         if (!PyTuple_Check(reader)) {
             PyErr_SetString(PyExc_TypeError, "each reader is (offset of its semaphore, page, flag)");
             return -1;
@@ -497,7 +514,7 @@ static void writer_dealloc(SlotWriter *self) {
     PyMem_Free(self->fulls);
     PyMem_Free(self->bells);
     if (self->memory.obj) PyBuffer_Release(&self->memory);
-    Py_TYPE(self)->tp_free((PyObject *)self);
+    release_object((PyObject *)self);
 }
 
 static void notify_readers(SlotWriter *self, int flags) {
@@ -544,9 +561,11 @@ static PyObject *writer_write(SlotWriter *self, PyObject *const *args, Py_ssize_
     char *slot = slot_for(self, args, &sequence, &kind, &flags);
     Py_buffer body = {0};
     if (!slot) return NULL;
-    if (PyUnicode_Check(args[3]) && PyUnicode_IS_COMPACT_ASCII(args[3])) {
-        body.buf = PyUnicode_1BYTE_DATA(args[3]);
-        body.len = PyUnicode_GET_LENGTH(args[3]);
+    if (PyUnicode_Check(args[3])) {
+        /* The characters of a string in ASCII are its bytes in UTF-8: no copy is made. */
+        body.buf = (void *)PyUnicode_AsUTF8AndSize(args[3], &body.len);
+        if (!body.buf) return NULL;
+        if (body.len != PyUnicode_GetLength(args[3])) return PyErr_Format(PyExc_TypeError, "a string must be in ASCII");
     } else if (PyObject_GetBuffer(args[3], &body, PyBUF_SIMPLE)) {
         return NULL;
     }
@@ -571,7 +590,7 @@ static PyObject *writer_write_parts(SlotWriter *self, PyObject *const *args, Py_
     long kind, flags;
     char *slot = slot_for(self, args, &sequence, &kind, &flags);
     if (!slot) return NULL;
-    Py_ssize_t parts = PyList_GET_SIZE(args[4]), room = (self->slot_bytes - SLOT_HEADER) / 8, total = 0;
+    Py_ssize_t parts = PyList_Size(args[4]), room = (self->slot_bytes - SLOT_HEADER) / 8, total = 0;
     if (parts > UINT16_MAX || parts > room)
         return PyErr_Format(PyExc_ValueError, "%zd buffers do not fit into a slot of %zd bytes", parts, self->slot_bytes);
     room = self->slot_bytes - SLOT_HEADER - 8 * parts;
@@ -579,9 +598,9 @@ static PyObject *writer_write_parts(SlotWriter *self, PyObject *const *args, Py_
     uint32_t body_size = 0;
     /* The body comes last. Taking a buffer may run code that changes the list, so each is taken by its number. */
     for (Py_ssize_t i = 0; i <= parts; i++) {
-        if (i < parts && i >= PyList_GET_SIZE(args[4]))
+        if (i < parts && i >= PyList_Size(args[4]))
             return PyErr_Format(PyExc_ValueError, "the list of buffers became shorter");
-        PyObject *part = Py_NewRef(i < parts ? PyList_GET_ITEM(args[4], i) : args[3]);
+        PyObject *part = Py_NewRef(i < parts ? PyList_GetItem(args[4], i) : args[3]);
         Py_buffer from;
         int failed = PyObject_GetBuffer(part, &from, PyBUF_SIMPLE);
         Py_DECREF(part);
@@ -621,16 +640,17 @@ static PyMemberDef writer_members[] = {
     {NULL, 0, 0, 0, NULL},
 };
 
-static PyTypeObject SlotWriterType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "raylane.core._native.SlotWriter",
-    .tp_basicsize = sizeof(SlotWriter),
-    .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_new = PyType_GenericNew,
-    .tp_init = (initproc)writer_init,
-    .tp_dealloc = (destructor)writer_dealloc,
-    .tp_methods = writer_methods,
-    .tp_members = writer_members,
+static PyType_Slot slot_writer_slots[] = {
+    {Py_tp_new, PyType_GenericNew},
+    {Py_tp_init, writer_init},
+    {Py_tp_dealloc, writer_dealloc},
+    {Py_tp_methods, writer_methods},
+    {Py_tp_members, writer_members},
+    {0, NULL},
 };
+
+static PyType_Spec slot_writer_spec = {"raylane.core._native.SlotWriter", sizeof(SlotWriter), 0, TYPE_FLAGS,
+                                       slot_writer_slots};
 
 /* Pickler of small values */
 
@@ -668,6 +688,7 @@ static int pickler_clear(SmallPickler *self) {
 }
 
 static int pickler_traverse(SmallPickler *self, visitproc visit, void *arg) {
+    Py_VISIT(Py_TYPE((PyObject *)self));
     Py_VISIT(self->dump);
     Py_VISIT(self->forget);
     Py_VISIT(self->output);
@@ -676,9 +697,9 @@ static int pickler_traverse(SmallPickler *self, visitproc visit, void *arg) {
 }
 
 static void pickler_dealloc(SmallPickler *self) {
-    PyObject_GC_UnTrack(self);
+    PyObject_GC_UnTrack((PyObject *)self);
     pickler_clear(self);
-    Py_TYPE(self)->tp_free((PyObject *)self);
+    release_object((PyObject *)self);
 }
 
 /* Return 1 if a pickle has the string `__main__`: opcode SHORT_BINUNICODE, length 8. The opcode occurs in no ASCII text,
@@ -696,16 +717,16 @@ static int names_script(const char *body, size_t size) {
 
 static PyObject *pickler_encode(SmallPickler *self, PyObject *value) {
     if (!self->dump) Py_RETURN_NONE;
-    PyObject *done = PyObject_CallOneArg(self->dump, value);
+    PyObject *done = PyObject_CallFunctionObjArgs(self->dump, value, NULL);
     if (!done) return NULL;
     Py_DECREF(done);
     done = PyObject_CallNoArgs(self->forget);
     if (!done) return NULL;
     Py_DECREF(done);
-    if (PyList_GET_SIZE(self->output) != 1 || PyList_GET_SIZE(self->buffers)) Py_RETURN_NONE;
-    PyObject *body = PyList_GET_ITEM(self->output, 0);
-    if (!PyBytes_Check(body) || PyBytes_GET_SIZE(body) >= self->limit) Py_RETURN_NONE;
-    if (names_script(PyBytes_AS_STRING(body), (size_t)PyBytes_GET_SIZE(body))) Py_RETURN_NONE;
+    if (PyList_Size(self->output) != 1 || PyList_Size(self->buffers)) Py_RETURN_NONE;
+    PyObject *body = PyList_GetItem(self->output, 0);
+    if (!PyBytes_Check(body) || PyBytes_Size(body) >= self->limit) Py_RETURN_NONE;
+    if (names_script(PyBytes_AsString(body), (size_t)PyBytes_Size(body))) Py_RETURN_NONE;
     Py_INCREF(body);
     if (PyList_SetSlice(self->output, 0, 1, NULL)) Py_CLEAR(body);
     return body;
@@ -716,17 +737,18 @@ static PyMethodDef pickler_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static PyTypeObject SmallPicklerType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "raylane.core._native.SmallPickler",
-    .tp_basicsize = sizeof(SmallPickler),
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-    .tp_new = PyType_GenericNew,
-    .tp_init = (initproc)pickler_init,
-    .tp_dealloc = (destructor)pickler_dealloc,
-    .tp_traverse = (traverseproc)pickler_traverse,
-    .tp_clear = (inquiry)pickler_clear,
-    .tp_methods = pickler_methods,
+static PyType_Slot small_pickler_slots[] = {
+    {Py_tp_new, PyType_GenericNew},
+    {Py_tp_init, pickler_init},
+    {Py_tp_dealloc, pickler_dealloc},
+    {Py_tp_traverse, pickler_traverse},
+    {Py_tp_clear, pickler_clear},
+    {Py_tp_methods, pickler_methods},
+    {0, NULL},
 };
+
+static PyType_Spec small_pickler_spec = {"raylane.core._native.SmallPickler", sizeof(SmallPickler), 0,
+                                         TYPE_FLAGS | Py_TPFLAGS_HAVE_GC, small_pickler_slots};
 
 /* Times of tasks */
 
@@ -756,8 +778,8 @@ static int recorder_init(Recorder *self, PyObject *args, PyObject *kwargs) {
         return -1;
     }
     /* Pages of records that are never written cost no memory. */
-    self->records = PyMem_RawCalloc((size_t)self->kept, sizeof(Record));
-    self->totals = PyMem_RawCalloc((size_t)self->tasks * 4 + 1, sizeof(double));
+    self->records = calloc((size_t)self->kept, sizeof(Record));
+    self->totals = calloc((size_t)self->tasks * 4 + 1, sizeof(double));
     if (!self->records || !self->totals) {
         PyErr_NoMemory();
         return -1;
@@ -767,9 +789,9 @@ static int recorder_init(Recorder *self, PyObject *args, PyObject *kwargs) {
 }
 
 static void recorder_dealloc(Recorder *self) {
-    PyMem_RawFree(self->records);
-    PyMem_RawFree(self->totals);
-    Py_TYPE(self)->tp_free((PyObject *)self);
+    free(self->records);
+    free(self->totals);
+    release_object((PyObject *)self);
 }
 
 static PyObject *recorder_started(Recorder *self, PyObject *Py_UNUSED(ignored)) {
@@ -809,7 +831,7 @@ static PyObject *recorder_records(Recorder *self, PyObject *Py_UNUSED(ignored)) 
         PyObject *one = Py_BuildValue("(LLdddd)", (long long)record->task, (long long)record->execution,
                                       record->idle_since, record->started, record->returned, record->sent);
         if (one)
-            PyList_SET_ITEM(found, (Py_ssize_t)(i - first), one);
+            PyList_SetItem(found, (Py_ssize_t)(i - first), one);
         else
             Py_CLEAR(found);
     }
@@ -834,15 +856,15 @@ static PyMethodDef recorder_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static PyTypeObject RecorderType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "raylane.core._native.Recorder",
-    .tp_basicsize = sizeof(Recorder),
-    .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_new = PyType_GenericNew,
-    .tp_init = (initproc)recorder_init,
-    .tp_dealloc = (destructor)recorder_dealloc,
-    .tp_methods = recorder_methods,
+static PyType_Slot recorder_slots[] = {
+    {Py_tp_new, PyType_GenericNew},
+    {Py_tp_init, recorder_init},
+    {Py_tp_dealloc, recorder_dealloc},
+    {Py_tp_methods, recorder_methods},
+    {0, NULL},
 };
+
+static PyType_Spec recorder_spec = {"raylane.core._native.Recorder", sizeof(Recorder), 0, TYPE_FLAGS, recorder_slots};
 
 /* Run delay */
 
@@ -958,9 +980,28 @@ static PyMethodDef functions[] = {
 };
 
 static int add_types(PyObject *module) {
-    PyTypeObject *types[] = {&DoorbellType, &SlotReaderType, &SlotWriterType, &SmallPicklerType, &RecorderType};
-    for (size_t i = 0; i < sizeof(types) / sizeof(*types); i++)
-        if (PyModule_AddType(module, types[i])) return -1;
+    ModuleState *state = PyModule_GetState(module);
+    PyType_Spec *specs[] = {&doorbell_spec, &slot_reader_spec, &slot_writer_spec, &small_pickler_spec, &recorder_spec};
+    for (size_t i = 0; i < sizeof(specs) / sizeof(*specs); i++) {
+        PyObject *type = PyType_FromModuleAndSpec(module, specs[i], NULL);
+        if (!type) return -1;
+        if (specs[i] == &doorbell_spec) state->doorbell = (PyTypeObject *)Py_NewRef(type);
+        int failed = PyModule_AddType(module, (PyTypeObject *)type);
+        Py_DECREF(type);
+        if (failed) return -1;
+    }
+    return 0;
+}
+
+static int visit_state(PyObject *module, visitproc visit, void *arg) {
+    ModuleState *state = PyModule_GetState(module);
+    Py_VISIT(state->doorbell);
+    return 0;
+}
+
+static int clear_state(PyObject *module) {
+    ModuleState *state = PyModule_GetState(module);
+    Py_CLEAR(state->doorbell);
     return 0;
 }
 
@@ -970,6 +1011,9 @@ static struct PyModuleDef module = {
     PyModuleDef_HEAD_INIT,
     .m_name = "raylane.core._native",
     .m_doc = "Native twin of raylane.core.portable.",
+    .m_size = sizeof(ModuleState),
+    .m_traverse = visit_state,
+    .m_clear = clear_state,
     .m_methods = functions,
     .m_slots = slots,
 };
