@@ -23,12 +23,13 @@ if TYPE_CHECKING:
         destroy_collective_group,
         get_collective_groups,
     )
+    from raylane.transport.produce.buffers import Buffers, is_free, to_shared, wait_free
     from raylane.transport.produce.methods import options
     from raylane.transport.produce.ray_plugin import register_with_ray
     from raylane.transport.read.opened import OpenedValue, TensorInfo
     from raylane.transport.read.opened import open_value as open
     from raylane.transport.register import register_transport
-    from raylane.transport.value.arrays import empty, empty_like, in_use
+    from raylane.transport.value.arrays import empty, empty_like
     from raylane.workers.batch import BatchDict
     from raylane.workers.compiled import CompiledWorkerGroup
     from raylane.workers.executors import CompiledGraphExecutor, MultiDPCompiledGraphExecutor
@@ -46,7 +47,10 @@ _HOME = {  # module of each public name
     "get_collective_groups": "raylane.transport.groups",
     "empty": "raylane.transport.value.arrays",
     "empty_like": "raylane.transport.value.arrays",
-    "in_use": "raylane.transport.value.arrays",
+    "Buffers": "raylane.transport.produce.buffers",
+    "is_free": "raylane.transport.produce.buffers",
+    "to_shared": "raylane.transport.produce.buffers",
+    "wait_free": "raylane.transport.produce.buffers",
     "get": "raylane.transport.api",
     "get_async": "raylane.transport.api",
     "method": "raylane.transport.api",
@@ -75,6 +79,7 @@ _HOME = {  # module of each public name
 
 __all__ = [
     "BatchDict",
+    "Buffers",
     "CollectiveGroup",
     "CompiledGraphExecutor",
     "CompiledWorkerGroup",
@@ -99,7 +104,7 @@ __all__ = [
     "get_async",
     "get_collective_groups",
     "graph",
-    "in_use",
+    "is_free",
     "method",
     "open",
     "options",
@@ -107,6 +112,8 @@ __all__ = [
     "register_transport",
     "register_with_ray",
     "stats",
+    "to_shared",
+    "wait_free",
     "wait_tensor_freed",
     "weights",
 ]

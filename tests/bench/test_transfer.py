@@ -15,7 +15,14 @@ FIELDS = {"case", "contender", "n", "p50_us", "p90_us", "p99_us", "min_us", "fir
 def test_cases() -> None:
     names = [case.name for case in cases(large=False, only=None)]
     assert names[:4] == ["4B", "4B-new", "4KB", "4KB-new"]
-    assert {"100MB-new", "get-into-64MiB-shared", "fanout-8-64MiB", "small-10000x4KB", "submit-starting"} <= set(names)
+    assert {
+        "100MB-new",
+        "100MB-mapped",
+        "get-into-64MiB-shared",
+        "fanout-8-64MiB",
+        "small-10000x4KB",
+        "submit-starting",
+    } <= set(names)
     assert [case.name for case in cases(large=True, only="1GB,tcp-1GB")] == ["1GB", "tcp-1GB"]
     with pytest.raises(ValueError, match="unknown cases 2GB; the cases are 4B"):
         cases(large=False, only="2GB")

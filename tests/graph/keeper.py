@@ -39,7 +39,7 @@ class Keeper:
         buffer = self.__dict__.get(kind)
         if buffer is None:
             buffer = raylane.empty(50_000, np.float32 if kind == "array" else torch.float32)
-        elif raylane.in_use(buffer):
+        elif not raylane.is_free(buffer):
             buffer = raylane.empty_like(buffer)
         setattr(self, kind, buffer)
         buffer[:] = number

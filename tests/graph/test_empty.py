@@ -19,6 +19,7 @@ from raylane.core import handover
 from raylane.core.semaphore import Segment
 from raylane.graph.channels.ring import MAX_PLACES
 from raylane.testing.leaks import descriptors
+from raylane.transport.value.leaf_memory import leaf_address
 
 Compile = Callable[..., Any]
 
@@ -210,44 +211,44 @@ def test_empty_place_that_is_no_place_is_refused() -> None:
 # Use by receivers
 
 
-def test_in_use_counts_values_that_receivers_hold(keeper: Any, graph: Compile, eventually: Callable[..., None]) -> None:
+def held(array: Any) -> int:
+    """Return how many values in the memory of an array receivers of graphs hold."""
+    region = handover.region_at(leaf_address(array))
+    assert region is not None
+    assert raylane.is_free(array) == (region.reader_count == 0)
+    return region.reader_count
+
+
+def test_memory_is_not_free_while_receivers_hold_values(
+    keeper: Any, graph: Compile, eventually: Callable[..., None]
+) -> None:
     g = graph(lambda x: raylane.bind(keeper.keep, x))
     array, tensor = raylane.empty((10, 20_000), np.float32), raylane.empty(50_000, torch.float32)
     tensor.fill_(1)
-    assert raylane.in_use(array) == raylane.in_use(tensor) == 0
+    assert held(array) == held(tensor) == 0
     for part in (array, array[3:]):
         g.execute(part).get()
     g.execute(tensor).get()
-    assert raylane.in_use(array) == raylane.in_use(array[5]) == 2
-    assert raylane.in_use(tensor.view(torch.uint8)) == 1
+    assert held(array) == held(array[5]) == 2
+    assert held(tensor.view(torch.uint8)) == 1
     ray.get(keeper.drop.remote())
-    eventually(lambda: raylane.in_use(array) == raylane.in_use(tensor) == 0)
+    eventually(lambda: raylane.is_free(array) and raylane.is_free(tensor))
 
 
-def test_in_use_counts_the_readers_of_every_graph(
+def test_memory_is_free_after_the_readers_of_every_graph(
     workers: list[Any], graph: Compile, eventually: Callable[..., None]
 ) -> None:
     array = raylane.empty(50_000, np.float32)
     graphs = [graph(lambda x: raylane.MultiOutputNode([raylane.bind(w.keep, x) for w in workers])) for _ in range(2)]
     for count, g in enumerate(graphs, 1):
         g.execute(array).get()
-        assert raylane.in_use(array) == count * len(workers)
+        assert held(array) == count * len(workers)
     graphs[0].teardown()
     ray.get([worker.drop.remote() for worker in workers])
-    eventually(lambda: raylane.in_use(array) == 0)
+    raylane.wait_free(array, 30)
 
 
-def test_in_use_refuses_other_memory() -> None:
-    assert raylane.in_use(raylane.empty((0, 3), torch.int8)) == 0
-    for other in (np.ones(3), torch.ones(3), raylane.empty(3, np.int8).copy()):
-        with pytest.raises(ValueError, match=r"in_use: .* was not made by raylane.empty"):
-            raylane.in_use(other)
-    for other in ([1], torch.ones(3, device="meta")):
-        with pytest.raises(TypeError, match=r"in_use: .* neither a NumPy array nor a CPU tensor"):
-            raylane.in_use(other)
-
-
-def test_empty_result_is_right_if_its_memory_is_not_in_use(keeper: Any, graph: Compile) -> None:
+def test_empty_result_is_right_if_its_memory_is_free(keeper: Any, graph: Compile) -> None:
     g = graph(lambda x: raylane.bind(keeper.fill, x), max_inflight=4)
     for kind in ("array", "tensor"):
         results = [g.execute((kind, number)) for number in range(12)]

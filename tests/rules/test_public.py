@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 def test_public_names() -> None:
     assert raylane.__all__ == [
         "BatchDict",
+        "Buffers",
         "CollectiveGroup",
         "CompiledGraphExecutor",
         "CompiledWorkerGroup",
@@ -43,7 +44,7 @@ def test_public_names() -> None:
         "get_async",
         "get_collective_groups",
         "graph",
-        "in_use",
+        "is_free",
         "method",
         "open",
         "options",
@@ -51,6 +52,8 @@ def test_public_names() -> None:
         "register_transport",
         "register_with_ray",
         "stats",
+        "to_shared",
+        "wait_free",
         "wait_tensor_freed",
         "weights",
     ]

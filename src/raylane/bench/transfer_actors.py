@@ -35,8 +35,10 @@ def producer_class(decorate: Callable[[Any], Any]) -> Any:
         def pid(self) -> int:
             return os.getpid()
 
-        def hold(self, nbytes: int, count: int) -> None:
+        def hold(self, nbytes: int, count: int, mapped: bool = False) -> None:
             self.kept = ones(nbytes, count) if nbytes else None
+            if mapped:
+                self.kept = raylane.to_shared(self.kept)
 
         @decorate
         def held(self) -> Any:
@@ -65,6 +67,14 @@ class Consumer:
         if isinstance(value, list):
             return float(sum(float(tensor[0]) for tensor in value))
         return float(value.sum())
+
+    def hold(self, nbytes: int) -> None:
+        """Keep a tensor of ones."""
+        self.kept = ones(nbytes, 1)
+
+    def total_of_own(self, _: Any) -> float:
+        """Sum the tensor of this process."""
+        return self.total(self.kept)
 
     def ends(self, value: torch.Tensor) -> float:
         """Add the first and the last element."""

@@ -29,6 +29,7 @@ PASS = (
     "ray:rdt-gloo",
     "ray:rdt-nixl",
 )
+MAPPED = ("raylane:auto", BASELINE, "ray:rdt-gloo", "ray:rdt-nixl", "own-memory")
 GET = ("raylane:auto", BASELINE, "ray:rdt-nixl", "memcpy")
 
 
@@ -52,6 +53,8 @@ class Case:
     """True if the reader has a tensor for the value."""
     shared: bool = False
     """True if the value lies in a shared segment (a snapshot)."""
+    mapped: bool = False
+    """True if raylane's producer keeps the tensor in memory of `raylane.empty`."""
     starting: bool = False
     """True if the actor is still starting."""
 
@@ -66,6 +69,8 @@ def _known(*, large: bool) -> dict[str, Case]:
     for name, nbytes in (SIZES | ({"1GB": GIGABYTE} if large else {})).items():
         cases_by_name[name] = Case(name, "pass", nbytes, PASS)
         cases_by_name[f"{name}-new"] = Case(f"{name}-new", "pass", nbytes, PASS, fresh=True)
+        if nbytes >= SIZES["100MB"]:
+            cases_by_name[f"{name}-mapped"] = Case(f"{name}-mapped", "pass", nbytes, MAPPED, mapped=True)
     more = [
         Case("small-10000x4KB", "pass", 4096, PASS, count=10_000),
         Case("get-64MiB", "get", MIB_64, GET),

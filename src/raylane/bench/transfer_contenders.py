@@ -64,7 +64,7 @@ class Contender:
 
 
 def _decorator(name: str) -> Callable[[Any], Any]:
-    if name in (BASELINE, "ray:plain"):
+    if name in (BASELINE, "ray:plain", "own-memory"):
         return lambda function: function
     library, _, transport = name.partition(":")
     if library == "raylane":
@@ -89,7 +89,8 @@ class Pass(Contender):
     def prepare(self, case: Case) -> None:
         """Let the producer hold the value of the case, and nothing else."""
         count = case.count if case.workload == "pass" else 1
-        ray.get(self.producer.hold.remote(0 if case.fresh else case.nbytes, count))
+        mapped = case.mapped and self.name.startswith("raylane")
+        ray.get(self.producer.hold.remote(0 if case.fresh else case.nbytes, count, mapped))
 
     def sample(self, case: Case, count: int) -> list[float]:
         """Return the microseconds of single calls."""
@@ -104,6 +105,22 @@ class Pass(Contender):
 
         call = fan_out if case.workload == "fanout" else pass_on
         return [measure.timed(call) for _ in range(count)]
+
+
+class OwnMemory(Pass):
+    """The same calls without a transfer: the consumer sums a tensor of its own."""
+
+    def prepare(self, case: Case) -> None:
+        """Let the consumer hold the tensor of the case, and the producer a small one."""
+        ray.get([self.producer.hold.remote(4, 1), self.consumers[0].hold.remote(case.nbytes)])
+
+    def sample(self, case: Case, count: int) -> list[float]:
+        """Return the microseconds of single calls."""
+
+        def pass_on() -> None:
+            ray.get(self.consumers[0].total_of_own.remote(self.producer.held.remote()))
+
+        return [measure.timed(pass_on) for _ in range(count)]
 
 
 class Get(Contender):
@@ -203,7 +220,7 @@ class Submit(Contender):
 
 
 WORKLOADS: dict[str, type[Contender]] = {"pass": Pass, "fanout": Pass, "get": Get, "submit": Submit}
-BARE: dict[str, type[Contender]] = {"memcpy": Copy, "socket:raw": Raw, "nixl:raw": Raw}
+BARE: dict[str, type[Contender]] = {"own-memory": OwnMemory, "memcpy": Copy, "socket:raw": Raw, "nixl:raw": Raw}
 
 
 def start(case: Case, names: Sequence[str]) -> list[Contender]:

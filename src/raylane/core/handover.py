@@ -3,6 +3,7 @@
 A region is a memfd segment of its own:
 
     0      semaphore: number of references, one for the arrays of the maker and one for each value that a reader holds
+    64     1 if the region was published: then processes may map it that do not count themselves
     4096   the data
 
     maker                                      reader
@@ -13,6 +14,9 @@ A region is a memfd segment of its own:
 
 Whoever takes the last reference returns the pages to the system: other processes may keep the region mapped for the
 next message, and then hold no memory. The count belongs to the region, so that any number of graphs may send it.
+
+Readers of published values (`map_published`) hold a read lock on the file instead, which the kernel drops when they
+die. The pages of a region that was published are never returned early: the last mapping frees them.
 
 A region is registered by its address, so that a sender finds out whether a buffer lies in one (`find`).
 """
@@ -26,11 +30,12 @@ import threading
 import weakref
 from typing import Any, NamedTuple
 
-from raylane.core import semaphore
+from raylane.core import filelock, semaphore
 from raylane.core.semaphore import Segment, map_file
 
 DATA_OFFSET = 4096
 """Offset of the data in a region, in bytes: pages can be mapped alone."""
+_PUBLISHED_AT = 64
 
 
 class RegionPlace(NamedTuple):
@@ -65,18 +70,32 @@ class Region:
 
     @property
     def reader_count(self) -> int:
-        """Number of values in this region that readers hold or are about to receive."""
+        """Number of values in this region that receivers of graphs hold or are about to receive."""
         return semaphore.value(self._references) - (self.memory() is not None)
+
+    @property
+    def is_read(self) -> bool:
+        """True if a graph's receiver or a process that has mapped a published value holds memory of this region."""
+        return self.reader_count > 0 or not filelock.is_free(self._fd, filelock.WRITE)
+
+    def publish(self) -> None:
+        """Allow other processes to map the region. Call while an array of the region exists."""
+        self._header[_PUBLISHED_AT] = b"\1"
+
+    def offset_of(self, address: int) -> int:
+        """Return the offset in the segment of an address in the data."""
+        return DATA_OFFSET + address - self.start
 
     def hand_over(self, readers: int) -> None:
         """Count the readers of one message. Call before the message is sent, while an array of the region exists."""
         for _ in range(readers):
             semaphore.post(self._references)
 
-    def __del__(self) -> None:
+    # As defaults, because at the end of the interpreter the module is empty when this runs.
+    def __del__(self, getpid: Any = os.getpid, close: Any = os.close) -> None:
         # In a forked child the number may belong to another file.
-        if os.getpid() == self._made_by:
-            os.close(self._fd)
+        if getpid() == self._made_by:
+            close(self._fd)
 
 
 _lock = threading.RLock()  # guards the two below; reentrant, because finalizers change them
@@ -114,8 +133,24 @@ def release(segment: Segment) -> None:
     """Take one reference of a region; after the last one its pages are freed. For finalizers too: never waits."""
     semaphore.try_wait(segment.address)
     # Two processes may both see zero. Then nobody can add a reference any more, and the second call frees nothing.
-    if not semaphore.value(segment.address):
+    if not semaphore.value(segment.address) and not segment.view[_PUBLISHED_AT]:
         segment.discard()
+
+
+def map_published(path: str) -> Any:
+    """Return the memory of a published region, copied on write, as `make` returns it; locked until it is garbage.
+
+    The caller finds out afterwards whether the value is still published: only then was it complete. OSError as
+    `Segment.open`.
+    """
+    segment = Segment.open(path, private=True, keep_fd=True)
+    fd, segment.fd = segment.fd, None
+    assert fd is not None
+    # Not at exit: the kernel drops the lock then.
+    weakref.finalize(segment.memory, os.close, fd).atexit = False
+    if not filelock.lock(fd, filelock.READ):
+        raise AssertionError("a region has a lock that excludes readers, which nobody takes")
+    return segment.memory
 
 
 def find(buffer: Any) -> tuple[RegionPlace, Region] | None:
@@ -123,18 +158,20 @@ def find(buffer: Any) -> tuple[RegionPlace, Region] | None:
 
     The caller keeps the region until the readers have opened it.
     """
-    if not _starts:  # nobody uses regions
+    if not _starts:  # saves the look at the buffer
         return None
     view = memoryview(buffer)
     start = _address_of(view)
     region = region_at(start)
     if region is None or start + view.nbytes > region.end:
         return None
-    return RegionPlace(region.path, DATA_OFFSET + start - region.start, view.nbytes), region
+    return RegionPlace(region.path, region.offset_of(start), view.nbytes), region
 
 
 def region_at(address: int) -> Region | None:
     """Return the region of this process in whose data an address lies, or None."""
+    if not _starts:  # nobody uses regions
+        return None
     # Regions do not overlap, so only the one that begins at or before the address can hold it.
     with _lock:
         index = bisect.bisect_right(_starts, address) - 1

@@ -19,13 +19,12 @@ from raylane.transport.backends.registry import check_name
 from raylane.transport.hold.device_memory import as_here
 from raylane.transport.link.endpoint import endpoint, existing
 from raylane.transport.produce import methods as calls
+from raylane.transport.produce.buffers import wait_free
 from raylane.transport.produce.options import publish_options
 from raylane.transport.produce.publication import Publication, PublishOnPickle
 from raylane.transport.read.reader import Pending, collect, fit
 from raylane.transport.read.receiving import Delivery, delivery
 from raylane.transport.read.redeem import Present
-from raylane.transport.value import codec
-from raylane.transport.value.leaf_memory import leaf_span
 
 ABANDONED_AFTER_S = 2.0
 """Interval in seconds at which a thread that waits for a coroutine checks whether the coroutine was cancelled."""
@@ -143,6 +142,7 @@ def get(
     into: Any = None,
     device: Any = None,
     dtype: torch.dtype | None = None,
+    copy: bool = False,
     _tensor_transport: str | None = None,
 ) -> Any:
     """Return the value of a ref, or the values of a list of refs, which are fetched at the same time.
@@ -151,7 +151,9 @@ def get(
     and can bring the tensors where they are needed.
 
     The caller owns the tensors and may write to them; in the producing process they are the producer's own tensors
-    (with `into`, copies of them).
+    (with `into` or `copy`, copies of them). Tensors in memory of `raylane.empty` are mapped on the producer's host:
+    what the caller writes to them stays in this process, and the producer waits with `raylane.wait_free` until they are
+    garbage.
 
     With `into`, the bytes go straight into existing tensors or arrays, and the value is returned with these in it.
     Shapes and dtypes must be equal; strides may differ, and CUDA tensors may receive CPU tensors and the reverse. Each
@@ -170,6 +172,7 @@ def get(
             be left out. None in place of a tensor means a new one. For a list of refs: a list of these.
         device: Device of all tensors, such as `"cpu"` or `"cuda:0"`; None: as in the producer.
         dtype: Floating-point dtype to which all floating-point tensors are converted; None: as in the producer.
+        copy: True for tensors in new memory, which the producer need not wait for.
         _tensor_transport: Another spelling of `tensor_transport`.
 
     Raises:
@@ -183,19 +186,19 @@ def get(
     """
     transport = _wanted(tensor_transport, _tensor_transport)
     deadline = Deadline(timeout, Cancellation())
-    return _get(refs, transport, deadline, collect, _wishes(refs, into, device, dtype))
+    return _get(refs, transport, deadline, collect, _wishes(refs, into, device, dtype, copy))
 
 
-def _wishes(refs: Any, into: Any, device: Any, dtype: Any) -> list[Delivery]:
+def _wishes(refs: Any, into: Any, device: Any, dtype: Any, copy: bool) -> list[Delivery]:
     """Return the checked wishes for each ref."""
     single = not isinstance(refs, list | tuple)
     if into is None or single:
-        return [delivery(into, device, dtype, where="raylane.get")] * (1 if single else len(refs))
+        return [delivery(into, device, dtype, copy=copy, where="raylane.get")] * (1 if single else len(refs))
     if not isinstance(into, list | tuple) or len(into) != len(refs):
         raise ValueError(
             f"raylane.get: for {len(refs)} refs, into must be a list with {len(refs)} items, one for each value"
         )
-    return [delivery(target, device, dtype, where="raylane.get") for target in into]
+    return [delivery(target, device, dtype, copy=copy, where="raylane.get") for target in into]
 
 
 def _wanted(tensor_transport: str | None, alias: str | None) -> str | None:
@@ -273,6 +276,7 @@ async def get_async(
     into: Any = None,
     device: Any = None,
     dtype: torch.dtype | None = None,
+    copy: bool = False,
     _tensor_transport: str | None = None,
 ) -> Any:
     """Return the value or values as `get` does, without blocking the event loop.
@@ -290,11 +294,12 @@ async def get_async(
         into: Tensors to fill, as in `get`.
         device: As in `get`.
         dtype: As in `get`.
+        copy: As in `get`.
         _tensor_transport: Another spelling of `tensor_transport`.
     """
     transport, cancellation = _wanted(tensor_transport, _tensor_transport), Cancellation()
     deadline = Deadline(timeout, cancellation)
-    wishes = _wishes(refs, into, device, dtype)
+    wishes = _wishes(refs, into, device, dtype, copy)
 
     def collect_unless_abandoned(refs: list[Any], timeout_s: float | None, inside: Sequence[bool]) -> list[Any]:
         # A waiting ray.get cannot be interrupted, so wait in short steps and check for the cancellation in between.
@@ -331,28 +336,13 @@ async def _cancel(cancellation: Cancellation) -> None:
 
 
 def wait_tensor_freed(tensor: Any, timeout: float | None = None) -> None:
-    """Wait until no published value of this process uses memory of `tensor`, so that it may be written to again.
-
-    Returns at once if no published value uses its memory. Other processes must drop the refs meanwhile: if the driver
-    holds a ref and waits for a method that calls this function, both wait for each other.
+    """Do what `raylane.wait_free` does; the name is that of Ray's direct transport.
 
     Args:
-        tensor: A torch tensor or a NumPy array.
-        timeout: Seconds; None means RAYLANE_TIMEOUT_S (60 s).
-
-    Raises:
-        TransferTimeoutError: Refs still exist after the timeout.
-        TypeError: `tensor` is no tensor or array.
+        tensor: As in `wait_free`.
+        timeout: As in `wait_free`.
     """
-    if not codec.is_leaf(tensor):
-        raise TypeError(f"wait_tensor_freed takes a torch tensor or a NumPy array, got {type(tensor).__name__}")
-    deadline = Deadline.of_call(timeout)
-    if not endpoint().store.wait_freed([leaf_span(tensor)], deadline):
-        raise TransferTimeoutError(
-            f"a tensor of shape {tuple(tensor.shape)} is still referenced after {deadline.timeout_s} s. Drop every "
-            "ObjectRef to the value that contains it (`del ref` in the processes that hold one), and end the calls "
-            "that use it"
-        )
+    wait_free(tensor, timeout)
 
 
 def stats() -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """host: one-sided reads between processes of one machine; they need no Python code of the source.
 
 A value in ordinary memory is read with process_vm_readv(2) into pooled memory. A snapshot lies in a sealed memfd, which
-is mapped copy-on-write through /proc/<pid>/fd: nothing is copied until somebody writes. The second reader of a large
+is mapped copy-on-write through /proc/<pid>/fd: nothing is copied until somebody writes. Memory of `raylane.empty` is
+mapped in the same way, and locked against its owner for as long as it is mapped. The second reader of a large
 value asks its source for a copy in shared memory, which all further readers map (`core.shared_pool`); a source that
 does not answer soon is read as before. Of CUDA tensors every reader asks for that copy.
 
@@ -24,7 +25,7 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
-from raylane.core import place, vm
+from raylane.core import handover, place, vm
 from raylane.core.collector import paused
 from raylane.core.deadline import Deadline
 from raylane.core.place import Place
@@ -32,7 +33,7 @@ from raylane.core.segment import address_of, map_segment, next_count, segment_of
 from raylane.core.shared_pool import map_shared
 from raylane.errors import SourceLostError, TransportError, TransportUnavailableError
 from raylane.transport.backends.base import Backend, Capability, FetchResult, Process, UnavailableNowError
-from raylane.transport.hold.blocks import allocate, share_from_bytes
+from raylane.transport.hold.blocks import allocate, share_from_bytes, take_blocks
 from raylane.transport.link import wire
 from raylane.transport.value.guards import digest
 from raylane.transport.value.parts import Part
@@ -86,6 +87,10 @@ class HostBackend(Backend):
                     source=ticket.origin().label,
                 )
             return dataclasses.replace(result, blocks=copied)
+        if (mapped := _map_regions(ticket, process)) is not None:
+            blocks, ranges = mapped
+            process.counts["mapped"] += 1
+            return dataclasses.replace(_read(ticket, ranges, deadline), blocks=blocks)
         shared, counted = _shared_copy(ticket, process)
         if shared is not None:
             # Checks everything that is checked after a read of the memory itself.
@@ -218,6 +223,33 @@ def _map(ticket: Ticket, source: Source) -> list[Any]:
         return map_segment(fd, sizes)
     finally:
         os.close(fd)
+
+
+def _map_regions(ticket: Ticket, process: Process) -> tuple[list[Any], list[vm.Range]] | None:
+    """Map the blocks that lie in regions of the source, each region once; return all blocks and what is left to read.
+
+    None if there are no such blocks, or if they cannot be mapped: they can be read like other memory.
+    """
+    own_files = f"/proc/{ticket.origin().place.pid}/fd/"
+    if not ticket.regions or not all(path.startswith(own_files) for path, _ in ticket.regions.values()):
+        return None
+    mapped: dict[str, Any] = {}
+    blocks: dict[int, Any] = {}
+    try:
+        for number, (path, offset) in ticket.regions.items():
+            if path not in mapped:
+                mapped[path] = handover.map_published(path)
+            blocks[number] = (ctypes.c_char * ticket.blocks[number].nbytes).from_buffer(mapped[path], offset)
+    except (OSError, ValueError):  # ValueError: the block does not lie in the file
+        return None
+    others = [number for number in range(len(ticket.blocks)) if number not in blocks]
+    try:
+        taken = take_blocks([ticket.blocks[number].nbytes for number in others], process.pool, {})
+    except OSError as error:
+        raise receive_error(ticket, error) from error
+    blocks.update(zip(others, taken, strict=True))
+    ranges = [(ticket.blocks[n].start, address_of(blocks[n]), ticket.blocks[n].nbytes) for n in others]
+    return [blocks[number] for number in range(len(ticket.blocks))], ranges
 
 
 def _mark_read(ticket: Ticket, count: int) -> None:

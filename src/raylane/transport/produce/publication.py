@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from raylane import _ray
-from raylane.core import vm
+from raylane.core import handover, vm
 from raylane.core.collector import paused
 from raylane.core.segment import bytes_at, write_segment
 from raylane.errors import TransportError
@@ -48,6 +48,8 @@ REPLY_BYTES = 100_000
 Ray carries a result in the reply itself if it takes less than 102,400 bytes (`max_direct_call_object_size`), including
 Ray's own framing.
 """
+MAP_FROM_BYTES = 1 << 18
+"""Size of all blocks in memory of `raylane.empty` from which readers map them: smaller ones are copied as fast."""
 OUT_OF_BAND_BYTES = 1 << 16
 """Size from which data is passed to Ray as a separate buffer, which Ray copies only once."""
 
@@ -233,6 +235,7 @@ def store_leaves(process: Endpoint, leaves: list[Any], layout: Layout, publicati
         nonce=entry.nonce,
         segment=entry.segment,
         devices=layout.devices,
+        regions=_regions(layout) if entry.segment < 0 else {},
         counters=counters,
         counted=vm.gather(os.getpid(), counters),
         guards=guards,
@@ -242,6 +245,20 @@ def store_leaves(process: Endpoint, leaves: list[Any], layout: Layout, publicati
         if options.two_sided
         else [],
     )
+
+
+def _regions(layout: Layout) -> dict[int, tuple[str, int]]:
+    """Return the blocks that readers of this host can map, and let them; empty if these are small."""
+    found = {}
+    for number, block in enumerate(layout.blocks):
+        region = handover.region_at(block.start)
+        if region is not None and block.stop <= region.end:
+            found[number] = (region, region.offset_of(block.start))
+    if sum(layout.blocks[number].nbytes for number in found) < MAP_FROM_BYTES:
+        return {}
+    for region, _ in found.values():
+        region.publish()
+    return {number: (region.path, offset) for number, (region, offset) in found.items()}
 
 
 def _write_snapshot(entry: Entry) -> None:

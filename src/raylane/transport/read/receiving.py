@@ -43,14 +43,16 @@ class Delivery:
     device: torch.device | None = None
     dtype: torch.dtype | None = None
     """Floating-point dtype of all floating-point tensors; None for the one of the producer."""
+    copy: bool = False
+    """True for memory that no other process sees, and that is not the producer's own."""
 
     @property
     def plain(self) -> bool:
         """True if the value is wanted as it is."""
-        return self.into is None and self.device is None and self.dtype is None
+        return self.into is None and self.device is None and self.dtype is None and not self.copy
 
 
-def delivery(into: Any, device: Any, dtype: Any, *, where: str) -> Delivery:
+def delivery(into: Any, device: Any, dtype: Any, *, copy: bool = False, where: str) -> Delivery:
     """Return the checked wishes. TypeError or ValueError names the argument and what is accepted."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(
@@ -72,7 +74,7 @@ def delivery(into: Any, device: Any, dtype: Any, *, where: str) -> Delivery:
             )
     if into is not None and (parsed_device is not None or dtype is not None):
         raise ValueError(f"{where}: into has a device and a dtype of its own. Pass into alone")
-    return Delivery(into=into, device=parsed_device, dtype=dtype)
+    return Delivery(into=into, device=parsed_device, dtype=dtype, copy=copy)
 
 
 @dataclass(eq=False, slots=True)

@@ -191,9 +191,10 @@ def redeem(
 
     ValueError or TypeError if the targets of the wish do not fit the value.
     """
-    value = _find(
-        ticket, skeleton, transport, deadline, may_call_ray=may_call_ray, on_device=_is_for_device(ticket, wish)
-    )
+    on_device = _is_for_device(ticket, wish)
+    if wish.copy and ticket.regions:  # without them, a ticket names memory that can only be copied
+        ticket = msgspec.structs.replace(ticket, regions={})
+    value = _find(ticket, skeleton, transport, deadline, may_call_ray=may_call_ray, on_device=on_device, copy=wish.copy)
     if isinstance(value, Present):
         return value.deliver(wish, deadline)
     specs = ticket.specs
@@ -263,6 +264,7 @@ def _find(
     *,
     may_call_ray: bool,
     on_device: bool = False,
+    copy: bool = False,
 ) -> Present | _Fetching:
     """Return the value if this process holds it, else the way to fetch it."""
     process = endpoint()
@@ -283,7 +285,7 @@ def _find(
         # A snapshot is fetched like any other value below: nobody may write to its sealed memory.
         if entry.segment < 0:
             process.counts[names[0]] += 1
-            return _own(process, entry, ticket, skeleton)
+            return _own(process, entry, ticket, skeleton, copy=copy)
     return _Fetching(process, ticket, names, deadline, last_resort=name != AUTO)
 
 
@@ -316,9 +318,9 @@ def _choice(
     return names
 
 
-def _own(process: Endpoint, entry: Entry, ticket: Ticket, skeleton: bytes) -> Present:
-    """Return a value that this process holds: the producer's own objects, or a copy for a plain task."""
-    if _ray.is_task_worker():
+def _own(process: Endpoint, entry: Entry, ticket: Ticket, skeleton: bytes, *, copy: bool) -> Present:
+    """Return a value that this process holds: the producer's own objects, or a copy on request and for a plain task."""
+    if copy or _ray.is_task_worker():
         # Tasks share worker processes arbitrarily, so copy instead of aliasing.
         blocks = allocate(ticket, process.pool)
         if not entry.copy_to(blocks):
@@ -380,11 +382,11 @@ def _mutated_text(ticket: Ticket) -> str:
         return (
             f"the bytes of a value published by {ticket.origin()} differ from the published ones (RAYLANE_CHECKSUM): "
             "they changed on the way, or in the source, whose owner may have written to a tensor. If no tensor was "
-            "written to, check memory and network of both hosts; else wait with raylane.wait_tensor_freed(tensor)"
+            "written to, check memory and network of both hosts; else wait with raylane.wait_free(tensor)"
         )
     return (
         f"a tensor published by {ticket.origin()} was written to in place before or during this read, so the reader "
-        "would see other content than was published. Wait for readers with raylane.wait_tensor_freed(tensor), or "
+        "would see other content than was published. Wait for readers with raylane.wait_free(tensor), or "
         "publish with snapshot=True"
     )
 

@@ -20,7 +20,7 @@ from raylane.errors import TensorFreedError, TransferTimeoutError, TransportErro
 from raylane.transport.value.layout import ARRAY, LeafSpec
 from raylane.transport.value.source import Source
 
-VERSION = 4
+VERSION = 5
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True):
@@ -66,6 +66,8 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
     """Collective groups of the source with the wanted transport; readers outside of them use another transport."""
     devices: dict[int, int] = {}
     """Blocks in the memory of a CUDA device, with the device's number in the source."""
+    regions: dict[int, tuple[str, int]] = {}
+    """Blocks in memory of `raylane.empty`: path and offset, by which processes of the source's host can map them."""
 
     @property
     def nbytes(self) -> int:
@@ -155,7 +157,7 @@ def moved_error(ticket: Ticket) -> TensorFreedError:
     return TensorFreedError(
         f"could not read a value: {source} has freed, resized or re-pointed the memory of one of its tensors "
         "(untyped_storage().resize_, resize_, set_, `.data =`, share_memory_, ndarray.resize) since the value was "
-        "published. Leave published tensors in place until raylane.wait_tensor_freed(tensor), or publish with "
+        "published. Leave published tensors in place until raylane.wait_free(tensor), or publish with "
         "snapshot=True",
         source=source.label,
         key=ticket.key.hex(),
