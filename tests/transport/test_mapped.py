@@ -122,6 +122,18 @@ def test_readers_map_the_memory_and_the_producer_sees_them(
     ray.get(maker.overwrite.remote(30))
 
 
+def test_a_mapping_that_is_used_again_shows_what_the_producer_wrote(
+    maker: Any, reader: Any, eventually: Callable[..., None]
+) -> None:
+    for number in (1.0, 2.0, 3.0, 4.0):  # two buffers, each mapped twice
+        ref = maker.from_ring.remote(number, 30)
+        ray.get(reader.keep.remote([ref]))
+        del ref
+        assert ray.get(reader.totals.remote()) == [COUNT * number]
+        assert ray.get(reader.write.remote()) == (5, number)
+        ray.get(reader.drop.remote())
+
+
 def test_copies_leave_the_memory_free(maker: Any, reader: Any, eventually: Callable[..., None]) -> None:
     ref = maker.keep.remote("tensor")
     assert ray.get(reader.keep.remote([ref], copy=True)) == 0

@@ -15,8 +15,9 @@ A region is a memfd segment of its own:
 Whoever takes the last reference returns the pages to the system: other processes may keep the region mapped for the
 next message, and then hold no memory. The count belongs to the region, so that any number of graphs may send it.
 
-Readers of published values (`map_published`) hold a read lock on the file instead, which the kernel drops when they
-die. The pages of a region that was published are never returned early: the last mapping frees them.
+Readers of published values (`core.region_mappings`) hold a read lock on the file instead, which the kernel drops when
+they die. They are no part of the count, so only the maker, who sees the locks, returns the pages of a region that was
+published.
 
 A region is registered by its address, so that a sender finds out whether a buffer lies in one (`find`).
 """
@@ -124,9 +125,12 @@ def _forget(start: int, segment: Segment, pid: int) -> None:
     """Remove a region whose last array in this process is garbage."""
     with _lock:
         _starts.remove(start)
-        del _regions[start]
+        region = _regions.pop(start)
     if os.getpid() == pid:  # in a forked child the reference is that of the parent
         release(segment)
+        # Nothing is published any more, so a reader that takes its lock from now on drops what it mapped.
+        if segment.view[_PUBLISHED_AT] and not region.is_read:
+            segment.discard()
 
 
 def release(segment: Segment) -> None:
@@ -135,22 +139,6 @@ def release(segment: Segment) -> None:
     # Two processes may both see zero. Then nobody can add a reference any more, and the second call frees nothing.
     if not semaphore.value(segment.address) and not segment.view[_PUBLISHED_AT]:
         segment.discard()
-
-
-def map_published(path: str) -> Any:
-    """Return the memory of a published region, copied on write, as `make` returns it; locked until it is garbage.
-
-    The caller finds out afterwards whether the value is still published: only then was it complete. OSError as
-    `Segment.open`.
-    """
-    segment = Segment.open(path, private=True, keep_fd=True)
-    fd, segment.fd = segment.fd, None
-    assert fd is not None
-    # Not at exit: the kernel drops the lock then.
-    weakref.finalize(segment.memory, os.close, fd).atexit = False
-    if not filelock.lock(fd, filelock.READ):
-        raise AssertionError("a region has a lock that excludes readers, which nobody takes")
-    return segment.memory
 
 
 def find(buffer: Any) -> tuple[RegionPlace, Region] | None:

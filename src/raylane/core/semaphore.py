@@ -220,9 +220,12 @@ class Segment:
         """Return the bytes of memory that the pages take so far; 0 after `close_fd`."""
         return 0 if self.fd is None else os.fstat(self.fd).st_blocks * 512
 
-    def forget_writes(self) -> None:
-        """Drop what this process wrote to a private mapping: it shows the content of the shared memory again."""
-        _madvise(self.address, self.nbytes, mmap.MADV_DONTNEED)
+    def forget_writes(self, offset: int = 0, nbytes: int | None = None) -> None:
+        """Drop what this process wrote to a private mapping: it shows the content of the shared memory again.
+
+        In `nbytes` (None: all) from `offset` on, which are multiples of 4096.
+        """
+        _madvise(self.address + offset, self.nbytes - offset if nbytes is None else nbytes, mmap.MADV_DONTNEED)
 
     def __del__(self) -> None:
         self.close_fd()

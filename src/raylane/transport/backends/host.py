@@ -25,14 +25,22 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
-from raylane.core import handover, place, vm
+from raylane.core import place, vm
 from raylane.core.collector import paused
 from raylane.core.deadline import Deadline
 from raylane.core.place import Place
+from raylane.core.region_mappings import RegionMappings
 from raylane.core.segment import address_of, map_segment, next_count, segment_offsets
 from raylane.core.shared_pool import map_shared
 from raylane.errors import SourceLostError, TransportError, TransportUnavailableError
-from raylane.transport.backends.base import Backend, Capability, FetchResult, Process, UnavailableNowError
+from raylane.transport.backends.base import (
+    Backend,
+    Capability,
+    FetchResult,
+    Process,
+    ProcessPart,
+    UnavailableNowError,
+)
 from raylane.transport.hold.blocks import allocate, share_from_bytes, take_blocks
 from raylane.transport.link import wire
 from raylane.transport.value.guards import digest
@@ -225,6 +233,10 @@ def _map(ticket: Ticket, source: Source) -> list[Any]:
         os.close(fd)
 
 
+class _Mappings(RegionMappings, ProcessPart):
+    """Regions that this process has mapped."""
+
+
 def _map_regions(ticket: Ticket, process: Process) -> tuple[list[Any], list[vm.Range]] | None:
     """Map the blocks that lie in regions of the source, each region once; return all blocks and what is left to read.
 
@@ -233,12 +245,13 @@ def _map_regions(ticket: Ticket, process: Process) -> tuple[list[Any], list[vm.R
     own_files = f"/proc/{ticket.origin().place.pid}/fd/"
     if not ticket.regions or not all(path.startswith(own_files) for path, _ in ticket.regions.values()):
         return None
+    mappings = process.part(_Mappings, lambda: _Mappings(process.pool.idle_s, process.pool.max_idle_bytes))
     mapped: dict[str, Any] = {}
     blocks: dict[int, Any] = {}
     try:
         for number, (path, offset) in ticket.regions.items():
             if path not in mapped:
-                mapped[path] = handover.map_published(path)
+                mapped[path] = mappings.take(path)
             blocks[number] = (ctypes.c_char * ticket.blocks[number].nbytes).from_buffer(mapped[path], offset)
     except (OSError, ValueError):  # ValueError: the block does not lie in the file
         return None
