@@ -4,7 +4,7 @@ Private names in use, checked on Ray 2.57.0 and 2.60.0. tests/rules reports each
 
 | name | used for |
 | --- | --- |
-| worker.global_worker: mode, worker_id, gcs_client, actor_id, actors, core_worker | identify this process and call |
+| worker.global_worker: mode, node, gcs_client, actor_id, actors, core_worker | identify this process and call |
 | worker.Worker.get_objects: its code object | find out that a value is unpickled within `ray.get` |
 | CoreWorker.get_current_task_id / get_current_task_function_name | find out that Ray, not Python, made this call |
 | CoreWorker.current_actor_is_asyncio / get_event_loop | run coroutine methods of a graph on their actor's loop |
@@ -20,7 +20,7 @@ Private names in use, checked on Ray 2.57.0 and 2.60.0. tests/rules reports each
 | CoreWorker.serialize_object_ref / deserialize_and_register_object_ref | pass a ref over a link (object_store) |
 | `__ray_invocation_decorator__` on a method | run code in the caller, on the refs that a call returned |
 | `__ray_num_returns__` and similar on a method | options that `ray.method` writes and Ray reads back |
-| ObjectRef.task_id().actor_id() | identify the actor that produced a ref |
+| ActorMethod as `self` in the closure of what INVOCATION_HOOK gets | identify the method of a call, and keep its actor |
 | _private.state.actors, jobs | list the living actors, for leak checks; find out whether Ray will restart an actor |
 | ray.cloudpickle.CloudPickler | pickle everything that Ray can pickle, refs and handles included |
 | ray.cloudpickle.list_registry_pickle_by_value | pickle the classes of these modules as Ray does |
@@ -63,6 +63,7 @@ __all__ = [
     "answer_options_first",
     "bound_method",
     "call_identity",
+    "called_method",
     "class_name_of",
     "connected",
     "current_actor_id",
@@ -80,7 +81,6 @@ __all__ = [
     "hand_over_ref",
     "has_modules_by_value",
     "hook_of",
-    "is_actor_call",
     "is_canceled",
     "is_counted_handle",
     "is_dead_for_good",
@@ -94,15 +94,16 @@ __all__ = [
     "kv_sample",
     "kv_set",
     "living_actors",
+    "name_of",
     "node_ip",
     "on_out_of_scope",
     "raised_at",
     "raised_form",
+    "session",
     "submit",
     "task_error",
     "tensor_transport_class",
     "untraced_method",
-    "worker_token",
     "wrap_actor_calls",
 ]
 
@@ -127,11 +128,12 @@ def connected() -> bool:
     return bool(ray.is_initialized())
 
 
-def worker_token() -> bytes | None:
-    """Return bytes that identify this process's membership in one cluster session; None when not connected."""
-    # A driver's worker id alone is ambiguous: it derives from the job's number, which is 1 in every fresh cluster.
+def session() -> Any:
+    """Return the object that stands for this process's session of a cluster; None when not connected. 0.2 us."""
+    # Ray makes a Node for each `ray.init` and each worker process. Ids would have to be asked for, 6 us each time, and
+    # the id of a driver is the same in every fresh cluster.
     worker = _worker.global_worker
-    return worker.worker_id + worker.gcs_client.cluster_id.binary() if worker.connected else None
+    return worker.node if worker.connected else None
 
 
 def current_actor_id() -> str | None:
@@ -228,9 +230,14 @@ def on_out_of_scope(ref: Any, callback: Callable[[bytes], None]) -> None:
     _worker.global_worker.core_worker.add_object_out_of_scope_callback(ref, callback)
 
 
-def actor_of(ref: Any) -> bytes:
-    """Return the binary id of the actor whose method returned `ref`."""
-    return bytes(ref.task_id().actor_id().binary())
+def actor_of(method: Any) -> bytes:
+    """Return the binary id of the actor of a method of a handle."""
+    return bytes(method._actor._actor_id.binary())
+
+
+def name_of(method: Any) -> str:
+    """Return the name of a method of a handle."""
+    return str(method._method_name)
 
 
 def _return_nothing(count: int) -> list[None]:
@@ -257,9 +264,13 @@ def empty_task_refs(count: int) -> list[Any]:
     return list(task.remote(count))
 
 
-def is_actor_call(ref: Any) -> bool:
-    """Return True if an actor's method returned `ref`, False if a plain task did."""
-    return not ref.task_id().actor_id().is_nil()
+def called_method(invocation: Any) -> Any:
+    """Return the method of a handle that an `invocation` calls, as Ray gives it to INVOCATION_HOOK; None for a task."""
+    # Ray's function refers to the ActorMethod, or to the RemoteFunction of a task, as `self`.
+    for cell in invocation.__closure__ or ():
+        if isinstance(cell.cell_contents, ray.actor.ActorMethod):
+            return cell.cell_contents
+    return None
 
 
 def hand_over_ref(ref: Any) -> tuple[bytes, bytes]:

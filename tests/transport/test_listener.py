@@ -348,7 +348,7 @@ def test_lifetimes_without_threads_are_tried_again(no_threads: pytest.MonkeyPatc
     keeper = ActorKeeper(lambda actor, deadline: False, lambda: False)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="new thread"):
-            keeper._out_of_scope(b"actor", object(), b"")
+            keeper.keep(b"actor", object())
     keeper.close()
 
 

@@ -223,7 +223,7 @@ def test_keeper_holds_one_handle_for_each_actor() -> None:
     handles = [Handle() for _ in range(100)]
     alive = [weakref.ref(handle) for handle in handles]
     for handle in handles:
-        keeper._out_of_scope(b"actor", handle, b"")
+        keeper.keep(b"actor", handle)
     del handle
     handles.clear()
     gc.collect()

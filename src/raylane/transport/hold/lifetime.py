@@ -18,7 +18,6 @@ answers that it holds no more results:
 from __future__ import annotations
 
 import collections
-import functools
 import logging
 import threading
 from collections.abc import Callable
@@ -48,16 +47,6 @@ def _started(run: Callable[[], None], name: str) -> threading.Thread:
     thread = threading.Thread(target=run, name=name, daemon=True)
     thread.start()
     return thread
-
-
-def _method_of(invocation: object) -> str:
-    """Return the name of the method that a call's `invocation` calls, as Ray gives it to hooks; "" if unknown."""
-    # Ray's function refers to the ActorMethod as `self`, in a closure.
-    for cell in getattr(invocation, "__closure__", None) or ():
-        name = getattr(cell.cell_contents, "_method_name", None)
-        if name is not None:
-            return str(name)
-    return ""
 
 
 class AnchorPool:
@@ -137,6 +126,20 @@ HoldsAnything = Callable[[bytes, Deadline], bool]
 """Function that asks the actor with a binary id whether it holds results; raises if the actor cannot be asked."""
 
 
+class _Watched:
+    """A ref that this process has to a result, as the callback that Ray calls when it is gone."""
+
+    __slots__ = ("keeper", "method")
+
+    def __init__(self, keeper: ActorKeeper, method: Any) -> None:
+        self.keeper = keeper
+        self.method = method
+        """Method of a handle; it holds the handle."""
+
+    def __call__(self, _: bytes) -> None:
+        self.keeper.ref_gone(self)
+
+
 class ActorKeeper:
     """Handles of actors that are needed only for the results they hold. One thread, asleep while there are none."""
 
@@ -146,32 +149,26 @@ class ActorKeeper:
         self._changed = threading.Condition()  # guards everything below
         self._kept: dict[bytes, tuple[object, int]] = {}
         """By actor: an object that holds its handle, and the number of refs gone since the handle was first kept."""
-        self._refs: collections.Counter[tuple[bytes, str]] = collections.Counter()
-        """Number of refs that this process has, by actor and method, for `raylane memory`."""
+        self._watched: set[_Watched] = set()
+        """One for each ref that this process has. Needs no lock: adding to a set and removing are atomic."""
         self._closing = False
         self._thread: threading.Thread | None = None
 
-    def watch(self, ref: Any, keep: object) -> None:
-        """Keep `keep`, which holds the actor's handle, for the ref that the actor's method returned."""
-        actor, method = _ray.actor_of(ref), _method_of(keep)
-        with self._changed:
-            self._refs[actor, method] += 1
-        # Ray holds the callback, and the callback holds `keep`, for as long as the ref exists.
-        _ray.on_out_of_scope(ref, functools.partial(self._ref_gone, actor, method, keep))
+    def watch(self, ref: Any, method: Any) -> None:
+        """Keep `method`, which holds the handle of its actor, for the ref that it returned."""
+        watched = _Watched(self, method)
+        self._watched.add(watched)
+        # Ray holds the callback for as long as the ref exists.
+        _ray.on_out_of_scope(ref, watched)
 
-    def _ref_gone(self, actor: bytes, method: str, keep: object, ref: bytes) -> None:
-        with self._changed:
-            self._refs[actor, method] -= 1
-            if not self._refs[actor, method]:
-                del self._refs[actor, method]
-        # After the count: a report between the two shows neither, which is better than both.
-        self._out_of_scope(actor, keep, ref)
+    def ref_gone(self, watched: _Watched) -> None:
+        """Go on with the handle of a ref that is gone. Runs on Ray's callback thread."""
+        # Before it is kept: a report between the two shows neither, which is better than both.
+        self._watched.discard(watched)
+        self.keep(_ray.actor_of(watched.method), watched.method)
 
-    def _out_of_scope(self, actor: bytes, keep: object, _: bytes) -> None:
-        """Keep the handle after the ref is gone: queued calls that took the ref may still need the value.
-
-        Runs on Ray's callback thread.
-        """
+    def keep(self, actor: bytes, keep: object) -> None:
+        """Keep a handle after the ref is gone: queued calls that took the ref may still need the value."""
         with self._changed:
             if self._closing:
                 return
@@ -222,8 +219,10 @@ class ActorKeeper:
         with self._changed:
             for actor, (_, ended) in self._kept.items():
                 actors[actor] = {}, ended
-            for (actor, method), count in self._refs.items():
-                actors.setdefault(actor, ({}, 0))[0][method] = count
+        for watched in self._watched.copy():
+            refs = actors.setdefault(_ray.actor_of(watched.method), ({}, 0))[0]
+            name = _ray.name_of(watched.method)
+            refs[name] = refs.get(name, 0) + 1
         return actors
 
     def close(self) -> None:

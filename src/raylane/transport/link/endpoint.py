@@ -12,6 +12,7 @@ import math
 import os
 import secrets
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
@@ -85,9 +86,9 @@ class _OnFirstUse(Generic[_T]):
 class Endpoint:
     """State of one process in one Ray session. Its parts are thread-safe; its own lock guards only their creation."""
 
-    def __init__(self, token: bytes) -> None:
-        self.token = token
-        """Identity of the Ray session, from `_ray.worker_token`."""
+    def __init__(self, session: Any) -> None:
+        self.session = weakref.ref(session)
+        """The Ray session, from `_ray.session`."""
         self.place = place.here()
         self._idle_s = pool_idle_s()
         """Seconds after which unused memory and unused connections are given up."""
@@ -131,7 +132,8 @@ class Endpoint:
 
     def session_ended(self) -> bool:
         """Return True if the Ray session of this endpoint has ended."""
-        return _ray.worker_token() != self.token
+        session = _ray.session()
+        return session is None or session is not self.session()
 
     def _announce(self) -> Source:
         """Start the listener, and store the Source where callers of this actor and `raylane memory` can find it."""
@@ -291,18 +293,18 @@ def endpoint() -> Endpoint:
     """
     global _current
     # Without the lock first: every publication and every read calls this function.
-    token = _ray.worker_token()
+    session = _ray.session()
     current = _current
-    if current is not None and current.token == token:
-        return current
-    if token is None:
+    if session is None:
         raise TransportUnavailableError("this process is not connected to Ray. Call ray.init() first")
+    if current is not None and current.session() is session:
+        return current
     with _creating:
-        if _current is None or _current.token != token:
+        if _current is None or _current.session() is not session:
             # The old endpoint belongs to a session that has ended; its threads and sockets must not stay.
             if _current is not None:
                 _current.close()
-            _current = Endpoint(token)
+            _current = Endpoint(session)
         return _current
 
 

@@ -115,15 +115,25 @@ def keep_actor_alive(invocation: Callable[..., Any]) -> Callable[..., Any]:
     The hook is an attribute of the method that stock Ray reads; Ray pickles this function by name.
     """
 
+    method = _ray.called_method(invocation)
+    if method is None:  # a plain task
+        return invocation
+
     def submit(args: Any, kwargs: Any) -> Any:
-        returned = invocation(args, kwargs)
-        for ref in returned if isinstance(returned, list) else [returned]:
-            if type(ref) is ray.ObjectRef and _ray.is_actor_call(ref):
-                # `invocation` holds the actor's handle.
-                endpoint().keeper().watch(ref, invocation)
-        return returned
+        return _watched(invocation(args, kwargs), method)
 
     return submit
+
+
+def _watched(returned: Any, method: Any) -> Any:
+    """Return what a call of a method returned, after the actor is kept alive for its refs."""
+    if type(returned) is ray.ObjectRef:  # most calls
+        endpoint().keeper().watch(returned, method)
+    elif isinstance(returned, list):
+        keeper = endpoint().keeper()
+        for ref in returned:
+            keeper.watch(ref, method)
+    return returned
 
 
 def check_generator(name: str, options: PublishOptions) -> None:
@@ -249,8 +259,8 @@ class MethodWithOptions:
         call = self._actor.__ray_call__
         # Under its own name in Ray's dashboard, and with the options that the method declares.
         options = {"name": self._name, "num_returns": self._returns} | self._declared | self._ray_options
-        submit = keep_actor_alive(lambda args, kwargs: _ray.submit(call, args, kwargs, options))
-        return submit((call_and_publish, self._name, self._publish, *args), kwargs)
+        returned = _ray.submit(call, (call_and_publish, self._name, self._publish, *args), kwargs, options)
+        return _watched(returned, self._method)
 
     def __repr__(self) -> str:
         return f"MethodWithOptions({self._name}, {self._publish})"
