@@ -20,7 +20,7 @@ Private names in use, checked on Ray 2.57.0 and 2.60.0. tests/rules reports each
 | CoreWorker.serialize_object_ref / deserialize_and_register_object_ref | pass a ref over a link (object_store) |
 | `__ray_invocation_decorator__` on a method | run code in the caller, on the refs that a call returned |
 | `__ray_num_returns__` and similar on a method | options that `ray.method` writes and Ray reads back |
-| ActorMethod as `self` in the closure of what INVOCATION_HOOK gets | identify the method of a call, and keep its actor |
+| ActorMethod in the closure of what INVOCATION_HOOK gets | identify the method of a call, and keep its actor |
 | _private.state.actors, jobs | list the living actors, for leak checks; find out whether Ray will restart an actor |
 | ray.cloudpickle.CloudPickler | pickle everything that Ray can pickle, refs and handles included |
 | ray.cloudpickle.list_registry_pickle_by_value | pickle the classes of these modules as Ray does |
@@ -57,7 +57,6 @@ __all__ = [
     "CloudPickler",
     "actor_id_of",
     "actor_loop",
-    "actor_of",
     "actor_target",
     "adopt_ref",
     "answer_options_first",
@@ -81,6 +80,7 @@ __all__ = [
     "hand_over_ref",
     "has_modules_by_value",
     "hook_of",
+    "identity_of",
     "is_canceled",
     "is_counted_handle",
     "is_dead_for_good",
@@ -94,7 +94,6 @@ __all__ = [
     "kv_sample",
     "kv_set",
     "living_actors",
-    "name_of",
     "node_ip",
     "on_out_of_scope",
     "raised_at",
@@ -130,9 +129,7 @@ def connected() -> bool:
 
 def session() -> Any:
     """Return the object that stands for this process's session of a cluster; None when not connected. 0.2 us."""
-    # Ray makes a Node for each `ray.init` and each worker process. Ids would have to be asked for, 6 us each time, and
-    # the id of a driver is the same in every fresh cluster.
-    worker = _worker.global_worker
+    worker = _worker.global_worker  # Ray makes a Node for each `ray.init` and each worker process
     return worker.node if worker.connected else None
 
 
@@ -230,14 +227,9 @@ def on_out_of_scope(ref: Any, callback: Callable[[bytes], None]) -> None:
     _worker.global_worker.core_worker.add_object_out_of_scope_callback(ref, callback)
 
 
-def actor_of(method: Any) -> bytes:
-    """Return the binary id of the actor of a method of a handle."""
-    return bytes(method._actor._actor_id.binary())
-
-
-def name_of(method: Any) -> str:
-    """Return the name of a method of a handle."""
-    return str(method._method_name)
+def identity_of(method: Any) -> tuple[bytes, str]:
+    """Return the binary id of the actor, and the name, of a method of a handle."""
+    return method._actor._actor_id.binary(), method._method_name
 
 
 def _return_nothing(count: int) -> list[None]:
@@ -266,11 +258,8 @@ def empty_task_refs(count: int) -> list[Any]:
 
 def called_method(invocation: Any) -> Any:
     """Return the method of a handle that an `invocation` calls, as Ray gives it to INVOCATION_HOOK; None for a task."""
-    # Ray's function refers to the ActorMethod, or to the RemoteFunction of a task, as `self`.
-    for cell in invocation.__closure__ or ():
-        if isinstance(cell.cell_contents, ray.actor.ActorMethod):
-            return cell.cell_contents
-    return None
+    cells = invocation.__closure__ or ()
+    return next((c.cell_contents for c in cells if isinstance(c.cell_contents, ray.actor.ActorMethod)), None)
 
 
 def hand_over_ref(ref: Any) -> tuple[bytes, bytes]:

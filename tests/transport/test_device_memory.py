@@ -30,7 +30,7 @@ from raylane.transport.read.choose import choose
 from raylane.transport.value.codec import build_leaves, plan_layout
 from raylane.transport.value.layout import TENSOR, LeafSpec, local_device
 from raylane.transport.value.source import Source
-from raylane.transport.value.ticket import Ticket, decode_ticket, encode_ticket
+from raylane.transport.value.ticket import VERSION, Ticket, decode_ticket, encode_ticket
 
 BIG = SMALL_BLOCK_BYTES
 HERE = Place("boot", 1, 1, 1000, 10, 5, "here")
@@ -87,7 +87,7 @@ def test_leaves_of_one_device_block_share_memory() -> None:
 
 def test_layout_of_host_tensors_names_no_devices() -> None:
     assert plan_layout([torch.ones(10)], in_place=True).devices == {}
-    ticket = Ticket(4, "auto", "warn", [], [Span(0, 8)], devices={0: 3})
+    ticket = Ticket(VERSION, "auto", "warn", [], [Span(0, 8)], devices={0: 3})
     assert decode_ticket(encode_ticket(ticket)).devices == {0: 3}
 
 

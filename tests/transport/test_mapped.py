@@ -122,7 +122,7 @@ def test_readers_map_the_memory_and_the_producer_sees_them(
     ray.get(maker.overwrite.remote(30))
 
 
-def test_a_mapping_that_is_used_again_shows_what_the_producer_wrote(
+def test_a_mapping_used_again_shows_what_the_producer_wrote(
     maker: Any, reader: Any, eventually: Callable[..., None]
 ) -> None:
     for number in (1.0, 2.0, 3.0, 4.0):  # two buffers, each mapped twice

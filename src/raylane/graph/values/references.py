@@ -143,6 +143,9 @@ def pack(value: Any) -> tuple[bytes, list[Any]]:
 
 def unpack(packed: bytes, references: list[Any]) -> Any:
     """Return the value that `pack` has pickled."""
-    unpickler = pickle.Unpickler(io.BytesIO(packed))
-    unpickler.persistent_load = references.__getitem__  # type: ignore[method-assign]
-    return unpickler.load()
+
+    class Unpickler(pickle.Unpickler):
+        def persistent_load(self, number: Any) -> Any:
+            return references[number]
+
+    return Unpickler(io.BytesIO(packed)).load()

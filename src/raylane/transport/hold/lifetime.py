@@ -165,7 +165,7 @@ class ActorKeeper:
         """Go on with the handle of a ref that is gone. Runs on Ray's callback thread."""
         # Before it is kept: a report between the two shows neither, which is better than both.
         self._watched.discard(watched)
-        self.keep(_ray.actor_of(watched.method), watched.method)
+        self.keep(_ray.identity_of(watched.method)[0], watched.method)
 
     def keep(self, actor: bytes, keep: object) -> None:
         """Keep a handle after the ref is gone: queued calls that took the ref may still need the value."""
@@ -220,8 +220,8 @@ class ActorKeeper:
             for actor, (_, ended) in self._kept.items():
                 actors[actor] = {}, ended
         for watched in self._watched.copy():
-            refs = actors.setdefault(_ray.actor_of(watched.method), ({}, 0))[0]
-            name = _ray.name_of(watched.method)
+            actor, name = _ray.identity_of(watched.method)
+            refs = actors.setdefault(actor, ({}, 0))[0]
             refs[name] = refs.get(name, 0) + 1
         return actors
 
