@@ -129,7 +129,8 @@ def connected() -> bool:
 
 def session() -> Any:
     """Return the object that stands for this process's session of a cluster; None when not connected. 0.2 us."""
-    worker = _worker.global_worker  # Ray makes a Node for each `ray.init` and each worker process
+    # Ray makes a Node for each `ray.init` and each worker process.
+    worker = _worker.global_worker
     return worker.node if worker.connected else None
 
 

@@ -37,9 +37,9 @@ class RegionMappings:
         """Keep idle mappings for `idle_s` seconds, and at most so many bytes of them."""
         self._max_idle_bytes = max_idle_bytes
         self._lock = threading.Lock()  # guards _idle and _trimmer
-        self._idle: list[_Mapping] = []
+        self._idle: list[_PrivateMapping] = []
         """In the order of their return."""
-        self._returned: collections.deque[_Mapping] = collections.deque()
+        self._returned: collections.deque[_PrivateMapping] = collections.deque()
         """Mappings that finalizers gave back. Deques are atomic."""
         self._trimmer = Trimmer(self, idle_s, "raylane-mapped")
 
@@ -55,14 +55,15 @@ class RegionMappings:
             if mapping is not None:
                 self._idle.remove(mapping)
             self._trimmer.start()  # here: a finalizer must not start threads
+        # Outside of the lock: both take as long as the region is large.
         if mapping is None or not mapping.lock_again():
-            mapping = _Mapping(path)
+            mapping = _PrivateMapping(path)
         memory = (ctypes.c_char * mapping.segment.nbytes).from_buffer(mapping.segment.memory)
         # The finalizer holds the mapping. Not at exit: the system unmaps everything then.
         weakref.finalize(memory, self._give_back, mapping).atexit = False
         return memory
 
-    def _give_back(self, mapping: _Mapping) -> None:
+    def _give_back(self, mapping: _PrivateMapping) -> None:
         """Take back a mapping whose last array is garbage; runs as a finalizer and never waits."""
         mapping.unlock()
         mapping.idle_since = time.monotonic()
@@ -94,7 +95,7 @@ class RegionMappings:
             self._idle.clear()
 
 
-class _Mapping:
+class _PrivateMapping:
     """A private mapping of a region with a descriptor of its own, which carries the lock."""
 
     __slots__ = ("idle_since", "path", "segment")
@@ -165,6 +166,7 @@ def written_ranges(address: int, nbytes: int) -> list[tuple[int, int]] | None:
     ranges = (ctypes.c_uint64 * (3 * _RANGES_AT_ONCE))()  # start, end and categories of each
     at, end = address, address + -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     try:
+        # Of this process at this moment, which may be a fork: not kept open.
         fd = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return None
@@ -181,6 +183,7 @@ def written_ranges(address: int, nbytes: int) -> list[tuple[int, int]] | None:
                 category_anyof_mask=_IS_PRESENT | _IS_SWAPPED,
                 return_mask=_IS_FILE,
             )
+            # Ends early when there are more ranges than have room, and says where.
             count = fcntl.ioctl(fd, _PAGEMAP_SCAN, argument)
             found += [(ranges[3 * i], ranges[3 * i + 1]) for i in range(count)]
             at = argument.walk_end

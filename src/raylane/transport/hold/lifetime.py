@@ -219,6 +219,7 @@ class ActorKeeper:
         with self._changed:
             for actor, (_, ended) in self._kept.items():
                 actors[actor] = {}, ended
+        # A copy, because refs come and go meanwhile; set.copy is atomic.
         for watched in self._watched.copy():
             actor, name = _ray.identity_of(watched.method)
             refs = actors.setdefault(actor, ({}, 0))[0]

@@ -114,6 +114,7 @@ class Buffers:
         self._form = Form.of(shape, dtype, where="Buffers")
         if not self._form.nbytes:
             raise ValueError(f"Buffers: an array of shape {self._form.shape} has no memory to use again")
+        # A region for each: readers lock whole regions.
         memories = [handover.make(self._form.nbytes) for _ in range(count)]
         self._ring = [_Buffer(memory) for memory in memories]
         """In the order in which they were taken."""
@@ -187,9 +188,11 @@ def to_shared(value: Any) -> Any:
     """
     if isinstance(value, torch.nn.Module):
         tensors = [*value.parameters(), *value.buffers()]
+        # `data`, because the parameters themselves are known to optimizers and to other modules.
         for tensor, moved in zip(tensors, _in_one_region(tensors), strict=True):
             tensor.data = moved.data
         return value
+    # As if it were published: what is no tensor is pickled, and arrives as a copy.
     skeleton, leaves = codec.encode_value(value)
     return codec.decode_value(skeleton, _in_one_region(leaves))
 

@@ -256,6 +256,7 @@ def _regions(layout: Layout) -> dict[int, tuple[str, int]]:
             found[number] = (region, region.offset_of(block.start))
     if sum(layout.blocks[number].nbytes for number in found) < MAP_FROM_BYTES:
         return {}
+    # Before the ticket exists: from then on a reader may map them.
     for region, _ in found.values():
         region.publish()
     return {number: (region.path, offset) for number, (region, offset) in found.items()}
