@@ -38,6 +38,12 @@ def test_cases_and_who_takes_part() -> None:
         assert ("raylane:beside" in case.contenders) == bool(case.idle_graphs)
     assert "loop" in CASES["step-20ms"].contenders
     assert CASES["broadcast-8"].contenders == ("raylane", "ray:compiled", "ray:calls")
+    assert {name for name, case in CASES.items() if "wake-ups" in case.contenders} == {
+        "echo",
+        "echo-1ms",
+        "echo-10ms",
+        "scatter-8",
+    }
 
 
 def test_cases_with_the_same_graph_share_it() -> None:

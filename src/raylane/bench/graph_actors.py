@@ -7,6 +7,12 @@ import statistics
 import time
 from typing import Any
 
+from raylane.core import semaphore
+from raylane.core.semaphore import Segment
+
+SEMAPHORE_BYTES = 64
+"""Distance of the semaphores of `Waker`s: one to a cache line."""
+
 
 class Peer:
     """Actor that does almost nothing, so that the measured time is the way to it and back."""
@@ -35,6 +41,18 @@ class Peer:
             if gap_s:
                 time.sleep(gap_s)
         return times
+
+
+class Waker(Peer):
+    """Actor that does nothing but wake the process that woke it."""
+
+    def serve(self, path: str, number: int) -> None:
+        """Post semaphore 0 of a segment for each post of semaphore `number`. Never returns."""
+        segment = Segment.open(path)
+        own, theirs = segment.address + number * SEMAPHORE_BYTES, segment.address
+        while True:
+            if semaphore.block(own):
+                semaphore.post(theirs)
 
 
 class Stepper(Peer):

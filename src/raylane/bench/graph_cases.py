@@ -18,6 +18,8 @@ BESIDE = "raylane:beside"
 """raylane's graph on an actor that has idle graphs as well (`Case.idle_graphs`)."""
 GLOO, IN_METHOD = "raylane:gloo", "raylane:in-method"
 """raylane's graph with a collective through gloo, and with methods that call torch.distributed themselves."""
+WAKE_UPS = "wake-ups"
+"""Processes that wake each other by bare semaphores, with nothing to carry: what the kernel takes."""
 _GRAPHS = (RAYLANE, COMPILED, CALLS)
 
 
@@ -66,13 +68,13 @@ class Blocks:
 _WITH_LOOP = (*_GRAPHS, LOOP)
 _AGAINST_BLOCKING = (RAYLANE, BLOCKING, COMPILED, CALLS)
 _ALL = [
-    Case("echo", contenders=_WITH_LOOP),
-    Case("echo-1ms", gap_s=1e-3, contenders=_WITH_LOOP),
-    Case("echo-10ms", gap_s=10e-3, contenders=_WITH_LOOP),
+    Case("echo", contenders=(*_WITH_LOOP, WAKE_UPS)),
+    Case("echo-1ms", gap_s=1e-3, contenders=(*_WITH_LOOP, WAKE_UPS)),
+    Case("echo-10ms", gap_s=10e-3, contenders=(*_WITH_LOOP, WAKE_UPS)),
     Case("async", workload="asyncio"),
     Case("chain-4", 4),
     Case("scatter-4", 4, "fan"),
-    Case("scatter-8", 8, "fan"),
+    Case("scatter-8", 8, "fan", contenders=(*_GRAPHS, WAKE_UPS)),
     # The calls of scatter-8, which keeps its contenders: its figures stay comparable with earlier ones.
     Case("broadcast-8", 8, "fan"),
     Case("array-10MB-4", 4, "fan", "touch"),

@@ -18,7 +18,7 @@ from ray import dag
 
 import raylane
 from raylane.bench import graph_collectives, graph_values, graph_workloads
-from raylane.bench.graph_actors import Peer, Stepper
+from raylane.bench.graph_actors import SEMAPHORE_BYTES, Peer, Stepper, Waker
 from raylane.bench.graph_cases import (
     BESIDE,
     BLOCKING,
@@ -28,12 +28,16 @@ from raylane.bench.graph_cases import (
     IN_METHOD,
     LOOP,
     RAYLANE,
+    WAKE_UPS,
     Blocks,
     Case,
     contender_names,
     step_times_us,
 )
 from raylane.bench.measure import Tally
+from raylane.core import semaphore
+from raylane.core.portable import PAGE_BYTES
+from raylane.core.semaphore import Segment
 
 TIMEOUT_S = 60.0
 STEP_S = 20e-3
@@ -292,6 +296,30 @@ class Loop(Contender):
         return Tally(samples, len(samples))
 
 
+class WakeUps(Contender):
+    """Bare semaphores: each actor is woken and wakes the driver, which sleeps until all have. No value travels."""
+
+    actor = Waker
+
+    def open(self) -> None:
+        self.segment = Segment.make(SEMAPHORE_BYTES * (1 + len(self.actors)) + PAGE_BYTES)
+        self.places = [self.segment.address + i * SEMAPHORE_BYTES for i in range(1 + len(self.actors))]
+        for place in self.places:
+            semaphore.init(place)
+        self.serving = [actor.serve.remote(self.segment.path, i) for i, actor in enumerate(self.actors, 1)]
+
+    def submit(self) -> Any:
+        for place in self.places[1:]:
+            semaphore.post(place)
+        return self.answer
+
+    def finish(self, token: Any) -> Any:
+        for _ in self.actors:
+            while not semaphore.block(self.places[0]):
+                pass
+        return token
+
+
 KINDS: dict[str, type[Contender]] = {
     RAYLANE: Raylane,
     BLOCKING: RaylaneBlocking,
@@ -301,6 +329,7 @@ KINDS: dict[str, type[Contender]] = {
     BESIDE: RaylaneBeside,
     GLOO: RaylaneGloo,
     IN_METHOD: RaylaneInMethod,
+    WAKE_UPS: WakeUps,
 }
 
 
