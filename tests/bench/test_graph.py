@@ -59,6 +59,7 @@ def test_cases_with_the_same_graph_share_it() -> None:
         "ray:compiled",
         "ray:calls",
         "loop",
+        "wake-ups",
         "raylane:block",
     ]
     assert contender_names(cases("million")) == ["raylane"]
