@@ -126,14 +126,16 @@ def test_ended_graphs_close_the_stores_of_their_groups(
     pickled = [ray.get(worker.__ray_call__.remote(lambda _: gc.disable())) for worker in pair_and_one]
     assert pickled == [None] * 3
     before: list[int] = []
-    for _ in range(3):
+    more = 4
+    for _ in range(1 + more):
         with raylane.InputNode() as x:
             given = [bind(worker.echo, x) for worker in pair_and_one]
             node = MultiOutputNode(allreduce.bind(given, transport="gloo"))
         with raylane.compile(node) as g:
             assert [one.tolist() for one in g.execute(torch.ones(2)).get()] == [[3, 3]] * 3
         before = before or count()
-    eventually(lambda: all(now <= then for now, then in zip(count(), before, strict=True)), within_s=30)
+    # Each store that stays open is a socket or more in each actor. Ray opens one of its own now and then.
+    eventually(lambda: all(now < then + more for now, then in zip(count(), before, strict=True)), within_s=30)
     ray.get([worker.__ray_call__.remote(lambda _: gc.enable()) for worker in pair_and_one])
 
 

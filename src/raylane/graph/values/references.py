@@ -141,11 +141,18 @@ def pack(value: Any) -> tuple[bytes, list[Any]]:
     return _ray.dumps(value, number_of), references
 
 
+class _ReferenceUnpickler(pickle.Unpickler):
+    """The unpickler of what `pack` has pickled."""
+
+    references: list[Any]
+
+    def persistent_load(self, number: Any) -> Any:
+        return self.references[number]
+
+
 def unpack(packed: bytes, references: list[Any]) -> Any:
     """Return the value that `pack` has pickled."""
-
-    class Unpickler(pickle.Unpickler):
-        def persistent_load(self, number: Any) -> Any:
-            return references[number]
-
-    return Unpickler(io.BytesIO(packed)).load()
+    # No class within this function: it would be garbage in a cycle, and keep the references until it is collected.
+    unpickler = _ReferenceUnpickler(io.BytesIO(packed))
+    unpickler.references = references
+    return unpickler.load()
