@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -117,8 +118,11 @@ def test_ended_graphs_close_the_stores_of_their_groups(
     pair_and_one: list[Any], eventually: Callable[..., None]
 ) -> None:
     def sockets() -> int:
-        links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
-        return sum(os.path.exists(link) and os.readlink(link).startswith("socket") for link in links)
+        found = 0
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(FileNotFoundError):  # closed since the folder was listed
+                found += os.readlink(f"/proc/self/fd/{name}").startswith("socket")
+        return found
 
     def count() -> list[int]:
         return [ray.get(worker.__ray_call__.remote(lambda _: sockets())) for worker in pair_and_one]
@@ -126,16 +130,14 @@ def test_ended_graphs_close_the_stores_of_their_groups(
     pickled = [ray.get(worker.__ray_call__.remote(lambda _: gc.disable())) for worker in pair_and_one]
     assert pickled == [None] * 3
     before: list[int] = []
-    more = 4
-    for _ in range(1 + more):
+    for _ in range(3):
         with raylane.InputNode() as x:
             given = [bind(worker.echo, x) for worker in pair_and_one]
             node = MultiOutputNode(allreduce.bind(given, transport="gloo"))
         with raylane.compile(node) as g:
             assert [one.tolist() for one in g.execute(torch.ones(2)).get()] == [[3, 3]] * 3
         before = before or count()
-    # Each store that stays open is a socket or more in each actor. Ray opens one of its own now and then.
-    eventually(lambda: all(now < then + more for now, then in zip(count(), before, strict=True)), within_s=30)
+    eventually(lambda: all(now <= then for now, then in zip(count(), before, strict=True)), within_s=30)
     ray.get([worker.__ray_call__.remote(lambda _: gc.enable()) for worker in pair_and_one])
 
 
