@@ -94,7 +94,7 @@ def test_cases_get_the_queue_only_where_it_is_available(folder: Path, monkeypatc
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "zmq" or None)
     monkeypatch.setenv(WHEEL_VARIABLE, str(folder))
     (case,) = with_queue(cases("echo"))
-    assert case.contenders == ("raylane", "ray:compiled", "ray:calls", "loop", "vllm")
+    assert case.contenders == ("raylane", "ray:compiled", "ray:calls", "loop", "wake-ups", "vllm")
     monkeypatch.delenv(WHEEL_VARIABLE)
     with pytest.raises(RuntimeError, match="vllm is not installed"):
         with_queue(cases("echo"))
