@@ -8,10 +8,7 @@ import time
 from typing import Any
 
 from raylane.core import semaphore
-from raylane.core.semaphore import Segment
-
-SEMAPHORE_BYTES = 64
-"""Distance of the semaphores of `Waker`s: one to a cache line."""
+from raylane.core.semaphore import SEMAPHORE_BYTES, Segment
 
 
 class Peer:

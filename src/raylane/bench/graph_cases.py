@@ -66,16 +66,17 @@ class Blocks:
 
 
 _WITH_LOOP = (*_GRAPHS, LOOP)
+_ECHO = (*_WITH_LOOP, WAKE_UPS)
 _AGAINST_BLOCKING = (RAYLANE, BLOCKING, COMPILED, CALLS)
 _ALL = [
-    Case("echo", contenders=(*_WITH_LOOP, WAKE_UPS)),
-    Case("echo-1ms", gap_s=1e-3, contenders=(*_WITH_LOOP, WAKE_UPS)),
-    Case("echo-10ms", gap_s=10e-3, contenders=(*_WITH_LOOP, WAKE_UPS)),
+    Case("echo", contenders=_ECHO),
+    Case("echo-1ms", gap_s=1e-3, contenders=_ECHO),
+    Case("echo-10ms", gap_s=10e-3, contenders=_ECHO),
     Case("async", workload="asyncio"),
     Case("chain-4", 4),
     Case("scatter-4", 4, "fan"),
     Case("scatter-8", 8, "fan", contenders=(*_GRAPHS, WAKE_UPS)),
-    # The calls of scatter-8, which keeps its contenders: its figures stay comparable with earlier ones.
+    # The calls of scatter-8, for contenders that only broadcast.
     Case("broadcast-8", 8, "fan"),
     Case("array-10MB-4", 4, "fan", "touch"),
     Case("array-10MB-4-empty", 4, "fan", "touch", empty=True),

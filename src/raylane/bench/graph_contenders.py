@@ -18,7 +18,7 @@ from ray import dag
 
 import raylane
 from raylane.bench import graph_collectives, graph_values, graph_workloads
-from raylane.bench.graph_actors import SEMAPHORE_BYTES, Peer, Stepper, Waker
+from raylane.bench.graph_actors import Peer, Stepper, Waker
 from raylane.bench.graph_cases import (
     BESIDE,
     BLOCKING,
@@ -37,7 +37,7 @@ from raylane.bench.graph_cases import (
 from raylane.bench.measure import Tally
 from raylane.core import semaphore
 from raylane.core.portable import PAGE_BYTES
-from raylane.core.semaphore import Segment
+from raylane.core.semaphore import SEMAPHORE_BYTES, Segment
 
 TIMEOUT_S = 60.0
 STEP_S = 20e-3
@@ -302,11 +302,12 @@ class WakeUps(Contender):
     actor = Waker
 
     def open(self) -> None:
-        self.segment = Segment.make(SEMAPHORE_BYTES * (1 + len(self.actors)) + PAGE_BYTES)
+        self.segment = Segment.make(PAGE_BYTES)
         self.places = [self.segment.address + i * SEMAPHORE_BYTES for i in range(1 + len(self.actors))]
         for place in self.places:
             semaphore.init(place)
-        self.serving = [actor.serve.remote(self.segment.path, i) for i, actor in enumerate(self.actors, 1)]
+        for number, actor in enumerate(self.actors, 1):
+            actor.serve.remote(self.segment.path, number)
 
     def submit(self) -> Any:
         for place in self.places[1:]:
@@ -315,8 +316,9 @@ class WakeUps(Contender):
 
     def finish(self, token: Any) -> Any:
         for _ in self.actors:
-            while not semaphore.block(self.places[0]):
-                pass
+            # Each try waits for a second.
+            if not any(semaphore.block(self.places[0]) for _ in range(int(TIMEOUT_S))):
+                raise RuntimeError(f"an actor of {self.name} has not answered within {TIMEOUT_S} s. This is a bug")
         return token
 
 

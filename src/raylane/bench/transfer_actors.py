@@ -30,19 +30,18 @@ def producer_class(decorate: Callable[[Any], Any]) -> Any:
     class Producer:
         def __init__(self, start_s: float = 0.0) -> None:
             time.sleep(start_s)
-            self.kept: Any = None
+            self.held_tensors: Any = None
 
         def pid(self) -> int:
             return os.getpid()
 
         def hold(self, nbytes: int, count: int, mapped: bool = False) -> None:
-            self.kept = ones(nbytes, count) if nbytes else None
-            if mapped:
-                self.kept = raylane.to_shared(self.kept)
+            tensors = ones(nbytes, count) if nbytes else None
+            self.held_tensors = raylane.to_shared(tensors) if mapped else tensors
 
         @decorate
         def held(self) -> Any:
-            return self.kept
+            return self.held_tensors
 
         @decorate
         def fresh(self, nbytes: int, count: int) -> Any:
@@ -50,7 +49,7 @@ def producer_class(decorate: Callable[[Any], Any]) -> Any:
 
         @raylane.method(snapshot=True)
         def snapshot(self) -> Any:
-            return self.kept
+            return self.held_tensors
 
     return Producer
 
@@ -70,11 +69,11 @@ class Consumer:
 
     def hold(self, nbytes: int) -> None:
         """Keep a tensor of ones."""
-        self.kept = ones(nbytes, 1)
+        self.own_tensor = ones(nbytes, 1)
 
     def total_of_own(self, _: Any) -> float:
         """Sum the tensor of this process."""
-        return self.total(self.kept)
+        return self.total(self.own_tensor)
 
     def ends(self, value: torch.Tensor) -> float:
         """Add the first and the last element."""
