@@ -162,7 +162,7 @@ def written_ranges(address: int, nbytes: int) -> list[tuple[int, int]] | None:
     None if this kernel does not tell (Linux before 6.7). 100 MB take 1.1 ms.
     """
     # A page that was written is a page of this process, and no page of the file any more.
-    found: list[tuple[int, int]] = []
+    written: list[tuple[int, int]] = []
     ranges = (ctypes.c_uint64 * (3 * _RANGES_AT_ONCE))()  # start, end and categories of each
     at, end = address, address + -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     try:
@@ -185,10 +185,10 @@ def written_ranges(address: int, nbytes: int) -> list[tuple[int, int]] | None:
             )
             # Ends early when there are more ranges than have room, and says where.
             count = fcntl.ioctl(fd, _PAGEMAP_SCAN, argument)
-            found += [(ranges[3 * i], ranges[3 * i + 1]) for i in range(count)]
+            written += [(ranges[3 * i], ranges[3 * i + 1]) for i in range(count)]
             at = argument.walk_end
     except OSError:
         return None
     finally:
         os.close(fd)
-    return found
+    return written

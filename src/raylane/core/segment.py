@@ -279,6 +279,14 @@ def segment_offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
     return offsets, end
 
 
+def blocks_in(memory: Any, offsets: Sequence[int], sizes: Sequence[int]) -> list[Any]:
+    """Return blocks at these offsets of writable memory as ctypes arrays, which keep the memory alive.
+
+    ValueError if one reaches beyond the memory.
+    """
+    return [(ctypes.c_char * nbytes).from_buffer(memory, start) for start, nbytes in zip(offsets, sizes, strict=True)]
+
+
 SMALL_BLOCK_BYTES = 1 << 16
 """Size below which blocks share one buffer, so that a thousand small tensors need one allocation and one message."""
 
@@ -323,4 +331,4 @@ def map_segment(fd: int, sizes: Sequence[int]) -> list[Any]:
     """
     offsets, total = segment_offsets(sizes)
     mapping = map_file(fd, total, private=True)
-    return [(ctypes.c_char * nbytes).from_buffer(mapping, start) for start, nbytes in zip(offsets, sizes, strict=True)]
+    return blocks_in(mapping, offsets, sizes)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import ctypes
 import errno
 import fcntl
 import math
@@ -26,7 +25,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from raylane.core.filelock import READ, UNLOCK, WRITE, lock
-from raylane.core.segment import segment_offsets, size_class
+from raylane.core.segment import blocks_in, segment_offsets, size_class
 from raylane.core.semaphore import map_file
 from raylane.core.trimmer import Trimmer
 
@@ -219,4 +218,4 @@ def map_received(fd: int, sizes: Sequence[int]) -> list[Any]:
 def _map_blocks(fd: int, offsets: Sequence[int], sizes: Sequence[int], total: int) -> list[Any]:
     memory = map_file(fd, total, private=True)
     weakref.finalize(memory, os.close, fd).atexit = False
-    return [(ctypes.c_char * nbytes).from_buffer(memory, start) for start, nbytes in zip(offsets, sizes, strict=True)]
+    return blocks_in(memory, offsets, sizes)

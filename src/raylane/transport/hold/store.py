@@ -8,7 +8,6 @@ decisions; memory is released and descriptors are closed after the lock is relea
 from __future__ import annotations
 
 import collections
-import ctypes
 import errno
 import os
 import threading
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from raylane.core import vm
 from raylane.core.deadline import Deadline
-from raylane.core.segment import HeaderSlots, address_of, bytes_at, map_segment, segment_offsets
+from raylane.core.segment import HeaderSlots, address_of, blocks_in, bytes_at, map_segment, segment_offsets
 from raylane.core.shared_pool import SharedPool, SharedSegment
 from raylane.core.spans import Span
 
@@ -245,9 +244,7 @@ class Store:
             return None
         copied = False
         try:
-            parts = zip(offsets, sizes, strict=True)
-            targets = [(ctypes.c_char * nbytes).from_buffer(segment.memory, start) for start, nbytes in parts]
-            if entry.copy_to(targets):
+            if entry.copy_to(blocks_in(segment.memory, offsets, sizes)):
                 segment.release_to_readers()
                 with self._lock:
                     # A publication may have taken the room meanwhile.

@@ -13,7 +13,7 @@ import torch
 
 from raylane.core import copying, handover
 from raylane.core.deadline import Deadline
-from raylane.core.segment import bytes_at, segment_offsets
+from raylane.core.segment import blocks_in, bytes_at, segment_offsets
 from raylane.errors import TransferTimeoutError
 from raylane.transport.link.endpoint import existing
 from raylane.transport.value import codec
@@ -51,12 +51,12 @@ def wait_free(tensor: Any, timeout: float | None = None) -> None:
     """
     deadline = Deadline.of_call(timeout)
     process = existing()
-    while (holder := _holder(tensor)) is not None:
-        freed = process is None or process.store.wait_freed([leaf_span(tensor)], deadline)
-        if not freed or not _until(lambda: _holder(tensor) is None, deadline):
-            raise TransferTimeoutError(
-                f"a tensor of shape {tuple(tensor.shape)} is still referenced after {deadline.timeout_s} s: {holder}"
-            )
+    if _holder(tensor) is not None and process is not None:
+        process.store.wait_freed([leaf_span(tensor)], deadline)  # wakes at once, where the end of a lock is looked for
+    if not _until(lambda: _holder(tensor) is None, deadline) and (holder := _holder(tensor)) is not None:
+        raise TransferTimeoutError(
+            f"a tensor of shape {tuple(tensor.shape)} is still referenced after {deadline.timeout_s} s: {holder}"
+        )
 
 
 def _holder(tensor: Any) -> str | None:
@@ -206,10 +206,7 @@ def _in_one_region(leaves: Sequence[Any]) -> list[Any]:
     if not total:
         return list(leaves)
     memory = handover.make(total)
-    blocks = [
-        (ctypes.c_char * nbytes).from_buffer(memory, handover.DATA_OFFSET + at)
-        for at, nbytes in zip(offsets, sizes, strict=True)
-    ]
+    blocks = blocks_in(memory, [handover.DATA_OFFSET + offset for offset in offsets], sizes)
     for target, block in zip(blocks, layout.blocks, strict=True):
         copying.copy(memoryview(target).cast("B"), bytes_at(block.start, block.nbytes))
     copies = dict(zip(moved, codec.build_leaves(layout.specs, blocks), strict=True))

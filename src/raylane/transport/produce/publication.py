@@ -249,17 +249,17 @@ def store_leaves(process: Endpoint, leaves: list[Any], layout: Layout, publicati
 
 def _regions(layout: Layout) -> dict[int, tuple[str, int]]:
     """Return the blocks that readers of this host can map, and let them; empty if these are small."""
-    found = {}
+    regions_by_block = {}
     for number, block in enumerate(layout.blocks):
         region = handover.region_at(block.start)
         if region is not None and block.stop <= region.end:
-            found[number] = (region, region.offset_of(block.start))
-    if sum(layout.blocks[number].nbytes for number in found) < MAP_FROM_BYTES:
+            regions_by_block[number] = (region, region.offset_of(block.start))
+    if sum(layout.blocks[number].nbytes for number in regions_by_block) < MAP_FROM_BYTES:
         return {}
     # Before the ticket exists: from then on a reader may map them.
-    for region, _ in found.values():
+    for region, _ in regions_by_block.values():
         region.publish()
-    return {number: (region.path, offset) for number, (region, offset) in found.items()}
+    return {number: (region.path, offset) for number, (region, offset) in regions_by_block.items()}
 
 
 def _write_snapshot(entry: Entry) -> None:
