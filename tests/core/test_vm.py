@@ -87,9 +87,9 @@ def test_a_place_knows_itself_and_a_dead_process() -> None:
 
 def test_a_split_read_keeps_the_order_and_the_limits() -> None:
     big = vm.MAX_BYTES_PER_CALL
-    calls = vm._calls([(0, 0, big + 5), (10 * big, 2 * big, 7)])
+    calls = vm.split([(0, 0, big + 5), (10 * big, 2 * big, 7)])
     assert calls == [[(0, 0, big)], [(big, big, 5), (10 * big, 2 * big, 7)]]
-    assert [len(call) for call in vm._calls([(i, i, 1) for i in range(2500)])] == [1024, 1024, 452]
+    assert [len(call) for call in vm.split([(i, i, 1) for i in range(2500)])] == [1024, 1024, 452]
 
 
 def test_large_reads_need_no_more_threads_than_there_are(monkeypatch: pytest.MonkeyPatch) -> None:

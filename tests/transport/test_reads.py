@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -280,6 +281,34 @@ def test_snapshots_and_checked_values_are_read_in_parts(trainer: Any) -> None:
     with pytest.raises(TensorMutatedError):
         fresh.read(slices=(3, 5))
     ray.get(trainer.write.remote(-1))
+
+
+def test_a_snapshot_that_is_read_again_is_mapped_once(trainer: Any) -> None:
+    def mappings() -> set[str]:
+        # Of one size only, so that values of other tests do not count.
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        spans = [[int(at, 16) for at in line.split()[0].split("-")] for line in lines if "memfd:raylane" in line]
+        return {f"{start:x}" for start, stop in spans if stop - start == 16_003_072}
+
+    ref, large = trainer.frozen.remote(), torch.arange(4_000_000, dtype=torch.float32).reshape(1000, 4000)
+    ray.get(trainer.write.remote(5))
+    try:
+        seen = []
+        for _ in range(4):
+            target = torch.zeros(1000, 4000)
+            raylane.get(ref, into=target, tensor_transport="host")
+            assert torch.equal(target, large)
+            assert (
+                raylane.open(ref).read(slices=(slice(7, 9), slice(None, None, 2))).tolist() == large[7:9, ::2].tolist()
+            )
+            seen.append(mappings())
+        assert len(seen[-1]) == 1
+        assert seen[-1] == seen[-2]
+        other = torch.zeros(1000, 4000)
+        raylane.get(trainer.frozen.remote(), into=other, tensor_transport="host")
+        assert other[0, 0] == 5
+    finally:
+        ray.get(trainer.write.remote(-5))
 
 
 def test_the_producer_itself_gets_copies_in_its_targets(ray_session: None) -> None:

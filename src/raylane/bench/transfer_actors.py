@@ -68,12 +68,12 @@ class Consumer:
         return float(value.sum())
 
     def hold(self, nbytes: int) -> None:
-        """Keep a tensor of ones."""
-        self.own_tensor = ones(nbytes, 1)
+        """Keep a tensor of ones, and memory for a copy."""
+        self.own_tensor, self.own_copy = ones(nbytes, 1), ones(nbytes, 1)
 
-    def total_of_own(self, _: Any) -> float:
-        """Sum the tensor of this process."""
-        return self.total(self.own_tensor)
+    def total_of_own(self, _: Any, copied: bool) -> float:
+        """Sum the tensor of this process, or a copy that is made of it now."""
+        return self.total(self.own_copy.copy_(self.own_tensor) if copied else self.own_tensor)
 
     def ends(self, value: torch.Tensor) -> float:
         """Add the first and the last element."""

@@ -11,7 +11,7 @@ import ray
 
 from raylane.bench import measure
 from raylane.bench.transfer_actors import Consumer, Copier, RawNixl, RawSocket, producer_class
-from raylane.bench.transfer_cases import BASELINE, Case
+from raylane.bench.transfer_cases import BASELINE, OWN_COPY, OWN_MEMORY, Case
 from raylane.transport.api import method
 
 SUBMITS = 20
@@ -64,7 +64,7 @@ class Contender:
 
 
 def _decorator(name: str) -> Callable[[Any], Any]:
-    if name in (BASELINE, "ray:plain", "own-memory"):
+    if name in (BASELINE, "ray:plain", OWN_MEMORY, OWN_COPY):
         return lambda function: function
     library, _, transport = name.partition(":")
     if library == "raylane":
@@ -108,7 +108,7 @@ class Pass(Contender):
 
 
 class OwnMemory(Pass):
-    """The same calls without a transfer: the consumer sums a tensor of its own."""
+    """The same calls without a transfer: the consumer sums a tensor of its own, or a copy that it makes of it."""
 
     def prepare(self, case: Case) -> None:
         """Let the consumer hold the tensor of the case, and the producer a small one."""
@@ -118,7 +118,7 @@ class OwnMemory(Pass):
         """Return the microseconds of single calls."""
 
         def pass_on() -> None:
-            ray.get(self.consumers[0].total_of_own.remote(self.producer.held.remote()))
+            ray.get(self.consumers[0].total_of_own.remote(self.producer.held.remote(), self.name == OWN_COPY))
 
         return [measure.timed(pass_on) for _ in range(count)]
 
@@ -220,7 +220,13 @@ class Submit(Contender):
 
 
 WORKLOADS: dict[str, type[Contender]] = {"pass": Pass, "fanout": Pass, "get": Get, "submit": Submit}
-BARE: dict[str, type[Contender]] = {"own-memory": OwnMemory, "memcpy": Copy, "socket:raw": Raw, "nixl:raw": Raw}
+BARE: dict[str, type[Contender]] = {
+    OWN_MEMORY: OwnMemory,
+    OWN_COPY: OwnMemory,
+    "memcpy": Copy,
+    "socket:raw": Raw,
+    "nixl:raw": Raw,
+}
 
 
 def start(case: Case, names: Sequence[str]) -> list[Contender]:

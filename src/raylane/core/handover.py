@@ -15,7 +15,7 @@ A region is a memfd segment of its own:
 Whoever takes the last reference returns the pages to the system: other processes may keep the region mapped for the
 next message, and then hold no memory. The count belongs to the region, so that any number of graphs may send it.
 
-Readers of published values (`core.region_mappings`) hold a read lock on the file instead, which the kernel drops when
+Readers of published values (`core.mappings`) hold a read lock on the file instead, which the kernel drops when
 they die. They are no part of the count, so only the maker, who sees the locks, returns the pages of a region that was
 published.
 

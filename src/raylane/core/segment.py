@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import ctypes
+import errno
 import fcntl
 import math
 import mmap
@@ -332,3 +333,20 @@ def map_segment(fd: int, sizes: Sequence[int]) -> list[Any]:
     offsets, total = segment_offsets(sizes)
     mapping = map_file(fd, total, private=True)
     return blocks_in(mapping, offsets, sizes)
+
+
+def map_sealed(path: str, nbytes: int) -> Any:
+    """Map a segment of another process, which `write_segment` made, as a copy-on-write ctypes array.
+
+    The descriptor that the path names may belong to another file by now; the caller finds out afterwards whether it was
+    still the right one. OSError if it cannot be mapped, or is no sealed segment of this size.
+    """
+    # O_NONBLOCK: the descriptor may belong to a pipe, whose open would wait for a writer.
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        # Of a file that can shrink, a page that is gone would end this process.
+        if os.fstat(fd).st_size != nbytes or not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            raise OSError(errno.EFAULT, "the descriptor belongs to another file by now")
+        return map_file(fd, nbytes, private=True)
+    finally:
+        os.close(fd)

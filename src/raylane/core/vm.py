@@ -89,8 +89,8 @@ def _check_moved(moved: int, expected: int) -> None:
         raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
 
 
-def _calls(ranges: Sequence[Range], most: int = MAX_BYTES_PER_CALL) -> list[list[Range]]:
-    """Split ranges, in order, into calls of at most IOV_MAX ranges and `most` bytes each."""
+def split(ranges: Sequence[Range], most: int = MAX_BYTES_PER_CALL) -> list[list[Range]]:
+    """Split ranges, in order, into lists of at most IOV_MAX ranges and `most` bytes each."""
     calls: list[list[Range]] = [[]]
     room = most
     for remote, local, nbytes in ranges:
@@ -114,10 +114,10 @@ def read(pid: int, ranges: Sequence[Range], deadline: Deadline | None = None) ->
     """
     total = sum(nbytes for _, _, nbytes in ranges)
     if total < THREADED_FROM_BYTES:
-        _read_calls(pid, collections.deque(_calls(ranges)), deadline)
+        _read_calls(pid, collections.deque(split(ranges)), deadline)
         return
     threads = _choice.threads()
-    calls = collections.deque(_calls(ranges, min(MAX_BYTES_PER_CALL, -(-total // threads))))
+    calls = collections.deque(split(ranges, min(MAX_BYTES_PER_CALL, -(-total // threads))))
     began = time.perf_counter()
     helpers: list[_ProcessReader] = []
     try:
@@ -153,7 +153,7 @@ def _read_calls(pid: int, calls: collections.deque[list[Range]], deadline: Deadl
             call = calls.popleft()
         except IndexError:
             return
-        # A running call cannot be interrupted, so check between calls; _calls keeps each of them short.
+        # A running call cannot be interrupted, so check between calls; `split` keeps each of them short.
         if deadline is not None and deadline.left_s() == 0:
             raise TimeoutError
         _move(_libc.process_vm_readv, pid, call)

@@ -1,4 +1,4 @@
-"""Mappings of regions by their readers: used again, showing the maker's content, locked while arrays exist."""
+"""Mappings of regions and sealed segments: used again, showing the maker's content, locked while arrays exist."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raylane.core import handover, region_mappings
+from raylane.core import handover
+from raylane.core import mappings as mappings_module
 from raylane.core.handover import DATA_OFFSET, Region
-from raylane.core.region_mappings import MOST_IDLE, RegionMappings, written_ranges
+from raylane.core.mappings import MOST_IDLE, Mappings, written_ranges
+from raylane.core.segment import write_segment
 
 PAGE = 4096
 
@@ -34,21 +36,21 @@ def data(memory: Any) -> np.ndarray[Any, Any]:
 
 def test_a_mapping_is_used_again_and_shows_the_makers_bytes() -> None:
     array, region = made()
-    mappings = RegionMappings(math.inf, 1 << 30)
+    mappings = Mappings(math.inf, 1 << 30)
     array[:] = 1
-    first = data(mappings.take(region.path))
+    first = data(mappings.take_region(region.path))
     assert region.is_read
     where = first.ctypes.data
     first[5 * PAGE // 2] = 9
     assert array.max() == 1
-    other = data(mappings.take(region.path))  # two values at once: what is written to one is not in the other
+    other = data(mappings.take_region(region.path))  # two values at once: what is written to one is not in the other
     assert other.max() == 1
     del other
     del first
     gc.collect()
     assert not region.is_read
     array[:] = 2
-    again = [data(mappings.take(region.path)), data(mappings.take(region.path))]
+    again = [data(mappings.take_region(region.path)), data(mappings.take_region(region.path))]
     assert where in [each.ctypes.data for each in again]
     assert [(int(each.min()), int(each.max())) for each in again] == [(2, 2), (2, 2)]
     mappings.close()
@@ -58,7 +60,7 @@ def test_a_mapping_is_used_again_and_shows_the_makers_bytes() -> None:
 def test_written_ranges_are_those_of_written_pages() -> None:
     array, region = made(600)
     array[:] = 1
-    mapped = data(RegionMappings(math.inf, 1 << 30).take(region.path))
+    mapped = data(Mappings(math.inf, 1 << 30).take_region(region.path))
     start = mapped.ctypes.data
     if written_ranges(start, mapped.nbytes) is None:
         pytest.skip("this kernel is older than 6.7")
@@ -72,30 +74,30 @@ def test_written_ranges_are_those_of_written_pages() -> None:
 
 def test_without_the_kernels_help_a_region_is_mapped_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     array, region = made()
-    mappings = RegionMappings(math.inf, 1 << 30)
-    data(mappings.take(region.path))[:] = 7
+    mappings = Mappings(math.inf, 1 << 30)
+    data(mappings.take_region(region.path))[:] = 7
     gc.collect()
     array[:] = 1
-    monkeypatch.setattr(region_mappings, "written_ranges", lambda *_: None)
-    assert data(mappings.take(region.path)).max() == 1
+    monkeypatch.setattr(mappings_module, "written_ranges", lambda *_: None)
+    assert data(mappings.take_region(region.path)).max() == 1
 
 
 def test_idle_mappings_are_few_and_end() -> None:
     regions = [made() for _ in range(MOST_IDLE + 3)]
     before = len(os.listdir("/proc/self/fd"))
-    mappings = RegionMappings(math.inf, 1 << 30)
+    mappings = Mappings(math.inf, 1 << 30)
     for _, region in regions:
-        mappings.take(region.path)
+        mappings.take_region(region.path)
     mappings.trim()
     assert len(os.listdir("/proc/self/fd")) <= before + MOST_IDLE
     mappings.close()
     assert len(os.listdir("/proc/self/fd")) == before
-    small = RegionMappings(math.inf, PAGE)
-    small.take(regions[0][1].path)
+    small = Mappings(math.inf, PAGE)
+    small.take_region(regions[0][1].path)
     small.trim()
     assert len(os.listdir("/proc/self/fd")) == before
-    short = RegionMappings(1e-9, 1 << 30)
-    short.take(regions[0][1].path)
+    short = Mappings(1e-9, 1 << 30)
+    short.take_region(regions[0][1].path)
     while short.trim() is not None:
         pass
     assert len(os.listdir("/proc/self/fd")) == before
@@ -104,8 +106,8 @@ def test_idle_mappings_are_few_and_end() -> None:
 def test_memory_goes_back_to_the_system_although_it_is_mapped() -> None:
     array, region = made(256)
     array[:] = 1
-    mappings = RegionMappings(math.inf, 1 << 30)
-    held = mappings.take(region.path)
+    mappings = Mappings(math.inf, 1 << 30)
+    held = mappings.take_region(region.path)
     file = os.open(region.path.partition("#")[0], os.O_RDONLY)
     del array, region
     gc.collect()
@@ -114,7 +116,7 @@ def test_memory_goes_back_to_the_system_although_it_is_mapped() -> None:
     array, region = made(256)
     array[:] = 1
     idle = os.open(region.path.partition("#")[0], os.O_RDONLY)
-    mappings.take(region.path)
+    mappings.take_region(region.path)
     gc.collect()
     del array, region
     gc.collect()
@@ -124,8 +126,31 @@ def test_memory_goes_back_to_the_system_although_it_is_mapped() -> None:
 
 
 def test_bad_paths_are_refused(tmp_path: Path) -> None:
-    mappings = RegionMappings(math.inf, 1 << 30)
+    mappings = Mappings(math.inf, 1 << 30)
     for path in ("", str(tmp_path), "/proc/self/fd/0#1", f"/proc/{os.getpid()}/fd/99999#1"):
         with pytest.raises(OSError, match=r"."):
-            mappings.take(path)
-    assert ctypes.sizeof(region_mappings._ScanArgument) == 96
+            mappings.take_region(path)
+    assert ctypes.sizeof(mappings_module._ScanArgument) == 96
+
+
+def test_a_sealed_segment_is_mapped_once() -> None:
+    fd = write_segment([memoryview(bytes(range(256)) * 32)])
+    path, nbytes = f"/proc/{os.getpid()}/fd/{fd}", 2 * PAGE
+    mappings = Mappings(math.inf, 1 << 30)
+    addresses = []
+    for _ in range(3):
+        memory = mappings.take_sealed(path, nbytes, 1)
+        assert bytes(memory) == bytes(range(256)) * 32
+        addresses.append(ctypes.addressof(memory))
+        del memory
+    assert len(set(addresses)) == 1
+    both = [mappings.take_sealed(path, nbytes, 1), mappings.take_sealed(path, nbytes, 2)]
+    assert ctypes.addressof(both[0]) == addresses[0] != ctypes.addressof(both[1])
+    # Of another size, and a file that can shrink: reading a page that is gone would end this process.
+    loose = os.memfd_create("raylane", os.MFD_ALLOW_SEALING)
+    os.ftruncate(loose, nbytes)
+    for file, size in ((path, nbytes + 1), (f"/proc/{os.getpid()}/fd/{loose}", nbytes), ("/dev/null", 0)):
+        with pytest.raises(OSError, match=r"."):
+            mappings.take_sealed(file, size, 3)
+    os.close(loose)
+    os.close(fd)

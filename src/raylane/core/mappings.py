@@ -1,13 +1,14 @@
-"""Regions of `core.handover` as their readers map them: copied on write, locked, and mapped once for many values.
+"""Memory of other processes as its readers map it, once for many reads: regions (`core.handover`) and sealed segments.
 
 Page faults of a fresh mapping cost more than reading its memory (100 MB: 10 ms, and 8 ms to unmap it), so a mapping is
-kept for the next value in the same region:
+kept for the next value in the same region, or for the next read of the same segment:
 
-    take(path)   idle mapping, or open and map   ->   read lock   ->   drop the pages that the last user wrote to
-    last array is garbage                        ->   unlock, idle   ->   unmapped after a while
+    take a region    idle mapping, or open and map   ->   read lock   ->   drop the pages that the last user wrote to
+    take a segment   idle mapping, or open and map; nobody can write to it
+    last array is garbage    unlock, idle   ->   unmapped after a while
 
-An idle mapping has no lock, so it keeps the maker from nothing. Its pages are the maker's, who returns them to the
-system when the last array of the maker is garbage.
+An idle mapping has no lock, so it keeps the maker from nothing. The pages of a region are the maker's, who returns them
+to the system when the last array of the maker is garbage; those of a segment stay until the last mapping ends.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ import os
 import threading
 import time
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from raylane.core.filelock import READ, UNLOCK, lock
+from raylane.core.segment import map_sealed
 from raylane.core.semaphore import Segment
 from raylane.core.trimmer import Trimmer
 
@@ -30,42 +33,69 @@ MOST_IDLE = 8
 """Idle mappings that are kept, each with a descriptor."""
 
 
-class RegionMappings:
+class Mapping(Protocol):
+    """A mapping that is used again."""
+
+    key: Any
+    """Name of what is mapped."""
+    memory: Any
+    """The memory, a ctypes array."""
+    idle_since: float
+    """Time (monotonic clock) of the last return."""
+
+    def take_again(self) -> bool:
+        """Prepare an idle mapping for its next user; False if it must be mapped anew."""
+
+    def put_down(self) -> None:
+        """Let the maker go on. Runs as a finalizer and never waits."""
+
+
+class Mappings:
     """The mappings of one reading process. Thread-safe."""
 
     def __init__(self, idle_s: float, max_idle_bytes: int) -> None:
         """Keep idle mappings for `idle_s` seconds, and at most so many bytes of them."""
         self._max_idle_bytes = max_idle_bytes
         self._lock = threading.Lock()  # guards _idle and _trimmer
-        self._idle: list[_PrivateMapping] = []
+        self._idle: list[Mapping] = []
         """In the order of their return."""
-        self._returned: collections.deque[_PrivateMapping] = collections.deque()
+        self._returned: collections.deque[Mapping] = collections.deque()
         """Mappings that finalizers gave back. Deques are atomic."""
         self._trimmer = Trimmer(self, idle_s, "raylane-mapped")
 
-    def take(self, path: str) -> Any:
+    def take_region(self, path: str) -> Any:
         """Return the memory of a region, as `handover.make` returns it, locked until it is garbage; writes stay here.
 
         The caller finds out afterwards whether the value is still published: only then was it complete. OSError as
         `Segment.open`.
         """
+        return self._take(path, lambda: _RegionMapping(path))
+
+    def take_sealed(self, path: str, nbytes: int, key: Any) -> Any:
+        """Return the memory of a sealed segment, which the caller only reads.
+
+        `key` is different for each segment. Else as `segment.map_sealed`.
+        """
+        return self._take(key, lambda: _SealedMapping(path, nbytes, key))
+
+    def _take(self, key: Any, map_anew: Callable[[], Mapping]) -> Any:
         with self._lock:
             self._take_back()
-            mapping = next((idle for idle in self._idle if idle.path == path), None)
+            mapping = next((idle for idle in self._idle if idle.key == key), None)
             if mapping is not None:
                 self._idle.remove(mapping)
             self._trimmer.start()  # here: a finalizer must not start threads
-        # Outside of the lock: both take as long as the region is large.
-        if mapping is None or not mapping.lock_again():
-            mapping = _PrivateMapping(path)
-        memory = (ctypes.c_char * mapping.segment.nbytes).from_buffer(mapping.segment.memory)
+        # Outside of the lock: both take as long as the memory is large.
+        if mapping is None or not mapping.take_again():
+            mapping = map_anew()
+        memory = (ctypes.c_char * len(mapping.memory)).from_buffer(mapping.memory)
         # The finalizer holds the mapping. Not at exit: the system unmaps everything then.
         weakref.finalize(memory, self._give_back, mapping).atexit = False
         return memory
 
-    def _give_back(self, mapping: _PrivateMapping) -> None:
+    def _give_back(self, mapping: Mapping) -> None:
         """Take back a mapping whose last array is garbage; runs as a finalizer and never waits."""
-        mapping.unlock()
+        mapping.put_down()
         mapping.idle_since = time.monotonic()
         self._returned.append(mapping)
 
@@ -73,7 +103,7 @@ class RegionMappings:
         """Add returned mappings to the idle ones, and drop the oldest above the limits. Call with the lock held."""
         while self._returned:
             self._idle.append(self._returned.popleft())
-        while len(self._idle) > MOST_IDLE or sum(idle.segment.nbytes for idle in self._idle) > self._max_idle_bytes:
+        while len(self._idle) > MOST_IDLE or sum(len(idle.memory) for idle in self._idle) > self._max_idle_bytes:
             del self._idle[0]
 
     def trim(self) -> float | None:
@@ -95,38 +125,56 @@ class RegionMappings:
             self._idle.clear()
 
 
-class _PrivateMapping:
+class _RegionMapping:
     """A private mapping of a region with a descriptor of its own, which carries the lock."""
 
-    __slots__ = ("idle_since", "path", "segment")
+    __slots__ = ("_segment", "idle_since", "key", "memory")
 
     def __init__(self, path: str) -> None:
         """Map and lock a region. OSError as `Segment.open`."""
-        self.path = path
-        self.segment = Segment.open(path, private=True, keep_fd=True)
+        self.key = path
+        self._segment = Segment.open(path, private=True, keep_fd=True)
+        self.memory = self._segment.memory
         self.idle_since = 0.0
-        """Time (monotonic clock) of the last return."""
         self._lock_for_reading()
 
-    def lock_again(self) -> bool:
+    def take_again(self) -> bool:
         """Lock an idle mapping, and make it show the region again; False if this kernel cannot, so map it anew."""
         self._lock_for_reading()
-        written = written_ranges(self.segment.address, self.segment.nbytes)
+        written = written_ranges(self._segment.address, self._segment.nbytes)
         if written is None:
             return False
         for start, stop in written:
-            self.segment.forget_writes(start - self.segment.address, stop - start)
+            self._segment.forget_writes(start - self._segment.address, stop - start)
         return True
 
     def _lock_for_reading(self) -> None:
-        assert self.segment.fd is not None
-        if not lock(self.segment.fd, READ):
-            raise AssertionError(f"{self.path} has a lock that excludes readers, which nobody takes")
+        assert self._segment.fd is not None
+        if not lock(self._segment.fd, READ):
+            raise AssertionError(f"{self.key} has a lock that excludes readers, which nobody takes")
 
-    def unlock(self) -> None:
+    def put_down(self) -> None:
         """Let the maker write."""
-        assert self.segment.fd is not None
-        lock(self.segment.fd, UNLOCK)
+        assert self._segment.fd is not None
+        lock(self._segment.fd, UNLOCK)
+
+
+class _SealedMapping:
+    """A mapping of a segment to which nobody can write any more."""
+
+    __slots__ = ("idle_since", "key", "memory")
+
+    def __init__(self, path: str, nbytes: int, key: Any) -> None:
+        self.key = key
+        self.memory = map_sealed(path, nbytes)
+        self.idle_since = 0.0
+
+    def take_again(self) -> bool:
+        """Nothing can have changed."""
+        return True
+
+    def put_down(self) -> None:
+        """Nobody waits for a segment that cannot change."""
 
 
 class _ScanArgument(ctypes.Structure):
