@@ -57,7 +57,7 @@ def test_render_names_budget_kept_actors_and_silent_processes() -> None:
         [
             report("the driver", [], kept_actors=kept, budget=1_000_000, waiting=1),
             report("Actor(C, cc2)", [], shared_bytes=3_000_000, shared_idle_bytes=1_000_000),
-            report("Actor(W, bb)", []),
+            report("Actor(W, bb)", [], region_bytes=4_000_000, region_read_bytes=2_000_000, mapped_bytes=7_000_000),
             Report("Actor(S, dd)", 9, "h", "10.0.0.1", None, "no answer within 5 s"),
         ],
         5,
@@ -65,6 +65,8 @@ def test_render_names_budget_kept_actors_and_silent_processes() -> None:
     assert "published: 0 B of a budget of 1 MB in 0 values" in text
     assert "1 publication waiting for room in the budget" in text
     assert "copies for readers: 3 MB, of which 1 MB idle" in text
+    assert "memory of raylane.empty: 4 MB, of which other processes read 2 MB" in text
+    assert "mapped from other processes: 7 MB in use, 0 B idle" in text
     assert "keeps Actor(W, bb) alive: 2 refs to results of weights" in text
     assert "keeps Actor cc alive: 1 ref gone whose values others may still need" in text
     assert "Actor(S, dd), pid 9 on h (10.0.0.1): no answer within 5 s" in text

@@ -15,6 +15,7 @@ import torch
 
 import raylane
 from raylane.errors import TransferTimeoutError
+from raylane.transport.link.memory_report import ask_everywhere
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -58,6 +59,9 @@ class Maker:
         raylane.wait_free(self.kept, timeout)
         self.kept[:] = 9
 
+    def pid(self) -> int:
+        return os.getpid()
+
 
 class Reader:
     """Consumer that may keep what it gets."""
@@ -89,6 +93,10 @@ class Reader:
     def drop(self) -> None:
         self.kept.clear()
         gc.collect()
+
+    def mapped_bytes(self) -> tuple[int, int]:
+        stats = raylane.stats()
+        return stats["mapped_bytes"], stats["mapped_idle_bytes"]
 
     def pid(self) -> int:
         return os.getpid()
@@ -143,6 +151,25 @@ def test_copies_leave_the_memory_free(maker: Any, reader: Any, eventually: Calla
     ray.get(maker.overwrite.remote(30))
     assert ray.get(reader.totals.remote()) == [COUNT]
     assert float(mine.sum()) == COUNT
+
+
+def test_reports_tell_what_is_mapped(maker: Any, reader: Any, eventually: Callable[..., None]) -> None:
+    def in_maker() -> tuple[int, int]:
+        reports = [each.holdings for each in ask_everywhere(30, 1) if each.pid == pid]
+        assert reports[0] is not None
+        return reports[0].region_bytes, reports[0].region_read_bytes
+
+    pid = ray.get(maker.pid.remote())
+    ref = maker.keep.remote("tensor")
+    ray.get(reader.keep.remote([ref]))
+    region_bytes, read_bytes = in_maker()
+    assert region_bytes >= read_bytes >= 4 * COUNT
+    used_bytes, idle_bytes = ray.get(reader.mapped_bytes.remote())
+    assert used_bytes >= 4 * COUNT
+    assert idle_bytes == 0
+    ray.get(reader.drop.remote())
+    eventually(lambda: ray.get(reader.mapped_bytes.remote()) == (0, used_bytes))
+    assert in_maker() == (region_bytes, 0)
 
 
 def test_a_killed_reader_counts_no_more(maker: Any, reader: Any, eventually: Callable[..., None]) -> None:

@@ -112,6 +112,15 @@ def _process(report: Report, held: wire.Holdings, limit: int, labels: dict[str, 
     ]
     if held.shared_bytes:
         lines.append(f"  copies for readers: {_size(held.shared_bytes)}, of which {_size(held.shared_idle_bytes)} idle")
+    if held.region_bytes:
+        lines.append(
+            f"  memory of raylane.empty: {_size(held.region_bytes)}, of which other processes read "
+            f"{_size(held.region_read_bytes)}"
+        )
+    if held.mapped_bytes or held.mapped_idle_bytes:
+        lines.append(
+            f"  mapped from other processes: {_size(held.mapped_bytes)} in use, {_size(held.mapped_idle_bytes)} idle"
+        )
     if held.waiting:
         lines.append(f"  {_count(held.waiting, 'publication')} waiting for room in the budget")
     oldest = sorted(held.values, key=lambda value: -value.age_s)[:limit]

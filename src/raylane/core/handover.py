@@ -167,6 +167,15 @@ def region_at(address: int) -> Region | None:
     return None if region is None or address >= region.end or region.memory() is None else region
 
 
+def totals() -> tuple[int, int]:
+    """Return the bytes of all regions of this process, and of those that other processes read at present."""
+    with _lock:
+        regions = list(_regions.values())
+    return sum(region.end - region.start for region in regions), sum(
+        region.end - region.start for region in regions if region.is_read
+    )
+
+
 class _PyBuffer(ctypes.Structure):
     """Py_buffer of CPython up to the fields that are used (Include/pybuffer.h)."""
 

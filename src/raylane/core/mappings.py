@@ -31,6 +31,8 @@ from raylane.core.trimmer import Trimmer
 
 MOST_IDLE = 8
 """Idle mappings that are kept, each with a descriptor."""
+USED_BYTES, IDLE_BYTES = "mapped_bytes", "mapped_idle_bytes"
+"""Names of the counters, which `raylane.stats()` has too."""
 
 
 class Mapping(Protocol):
@@ -56,9 +58,10 @@ class Mappings:
     def __init__(self, idle_s: float, max_idle_bytes: int) -> None:
         """Keep idle mappings for `idle_s` seconds, and at most so many bytes of them."""
         self._max_idle_bytes = max_idle_bytes
-        self._lock = threading.Lock()  # guards _idle and _trimmer
+        self._lock = threading.Lock()  # guards _idle, _used_bytes and _trimmer
         self._idle: list[Mapping] = []
         """In the order of their return."""
+        self._used_bytes = 0
         self._returned: collections.deque[Mapping] = collections.deque()
         """Mappings that finalizers gave back. Deques are atomic."""
         self._trimmer = Trimmer(self, idle_s, "raylane-mapped")
@@ -88,6 +91,8 @@ class Mappings:
         # Outside of the lock: both take as long as the memory is large.
         if mapping is None or not mapping.take_again():
             mapping = map_anew()
+        with self._lock:
+            self._used_bytes += len(mapping.memory)
         memory = (ctypes.c_char * len(mapping.memory)).from_buffer(mapping.memory)
         # The finalizer holds the mapping. Not at exit: the system unmaps everything then.
         weakref.finalize(memory, self._give_back, mapping).atexit = False
@@ -103,6 +108,8 @@ class Mappings:
         """Add returned mappings to the idle ones, and drop the oldest above the limits. Call with the lock held."""
         while self._returned:
             self._idle.append(self._returned.popleft())
+            # Counted here, not by the finalizer, which must not wait for the lock.
+            self._used_bytes -= len(self._idle[-1].memory)
         while len(self._idle) > MOST_IDLE or sum(len(idle.memory) for idle in self._idle) > self._max_idle_bytes:
             del self._idle[0]
 
@@ -116,6 +123,12 @@ class Mappings:
                 return self._idle[0].idle_since + self._trimmer.idle_s - now
             self._trimmer.ended()
             return None
+
+    def stats(self) -> dict[str, int]:
+        """Return the bytes that are in use (USED_BYTES), and those of idle mappings (IDLE_BYTES)."""
+        with self._lock:
+            self._take_back()
+            return {USED_BYTES: self._used_bytes, IDLE_BYTES: sum(len(idle.memory) for idle in self._idle)}
 
     def close(self) -> None:
         """End the thread and drop idle mappings. Arrays stay valid."""

@@ -264,6 +264,7 @@ def _copy_from_snapshot(ticket: Ticket, parts: Sequence[Part], process: Process,
         memory = _mappings(process).take_sealed(path, total, ticket.nonce)
     except OSError:
         return False
+    # Nobody can write to the segment any more, so it needs no check of its content afterwards.
     base = address_of(memory)
     ranges = [(base + offsets[part.block] + part.offset, part.address, part.nbytes) for part in parts]
     for some in vm.split(ranges):

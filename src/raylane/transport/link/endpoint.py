@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from raylane import _ray
-from raylane.core import place, vm
+from raylane.core import mappings, place, vm
 from raylane.core.daemon_pool import MAX_FETCHES, FetchPool
 from raylane.core.deadline import Deadline
 from raylane.core.environment import bytes_in
@@ -155,14 +155,7 @@ class Endpoint:
                 put_entry=self._put_entry,
                 session_ended=self.session_ended,
                 streams=self.streams,
-                holdings=lambda most: holdings(
-                    self.store,
-                    self.pool,
-                    self.keeper.value,
-                    most,
-                    budget=self.budget.limit,
-                    waiting=self.budget.waiting,
-                ),
+                holdings=self._holdings,
             )
         except OSError as error:
             raise TransportError(
@@ -183,6 +176,19 @@ class Endpoint:
                 if state is None:
                     state = self._parts[kind] = (make or kind)()
         return state
+
+    def _holdings(self, most: int) -> wire.Holdings:
+        """Return what this process holds, as `holdings.holdings`."""
+        counters = self.stats()
+        return holdings(
+            self.store,
+            self.pool,
+            self.keeper.value,
+            most,
+            budget=self.budget.limit,
+            waiting=self.budget.waiting,
+            mapped=(counters.get(mappings.USED_BYTES, 0), counters.get(mappings.IDLE_BYTES, 0)),
+        )
 
     def link_pool(self, open_link: Callable[..., LinkT]) -> LinkPool[LinkT]:
         """Return a new pool of connections to other processes, which `open_link` opens."""

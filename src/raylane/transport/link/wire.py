@@ -197,6 +197,13 @@ class Holdings(msgspec.Struct, tag=43, array_like=True, frozen=True):
     values: list[Held]
     """The largest and the oldest values, largest first; all values if they are few."""
     kept_actors: list[Kept]
+    region_bytes: int = 0
+    """Size of the memory that `raylane.empty` has made here."""
+    region_read_bytes: int = 0
+    """Size of the part of it that other processes read at present."""
+    mapped_bytes: int = 0
+    """Size of the memory of other processes that this one has mapped and uses."""
+    mapped_idle_bytes: int = 0
 
 
 class StreamRequest(msgspec.Struct, tag=12, array_like=True, frozen=True):
