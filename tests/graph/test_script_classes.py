@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from raylane.graph.values import message as messages
 from raylane.graph.values import script_classes
 from raylane.graph.values.message import VALUE, Encoder
 
@@ -136,3 +137,37 @@ def test_a_class_is_pickled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     Item.limit += 1  # another number, perhaps at the same address
     encoder.encode(Item(1))
     assert len(pickled) == 2
+
+
+PASS_ON = """
+import sys
+from raylane.graph.values.message import Encoder, decode
+kind, body = sys.stdin.buffer.read(1)[0], sys.stdin.buffer.read()
+sys.stdout.buffer.write(Encoder().encode(decode(kind, body, [], shared=False)).body)
+"""
+
+
+@pytest.mark.processes
+def test_a_class_that_comes_back_is_the_own_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Item:
+        def __init__(self, value: int) -> None:
+            self.value = value
+
+        def total(self) -> int:
+            return self.value
+
+    Item.__module__, Item.__qualname__ = "__main__", "Item"
+    monkeypatch.setattr(sys.modules["__main__"], "Item", Item, raising=False)
+    encoder = Encoder()
+    body = bytes(encoder.encode(Item(7)).body)
+    before = dict(vars(Item))
+    answer = subprocess.run(
+        [sys.executable, "-c", PASS_ON], input=bytes([VALUE]) + body, capture_output=True, check=True, timeout=120
+    ).stdout
+    item = messages.decode(VALUE, answer, [], shared=False)
+    assert type(item) is Item
+    assert item.total() == 7
+    # Else each message would have a class of its own, of 1 KB, which takes a millisecond to make and to load.
+    assert dict(vars(Item)) == before
+    assert answer == body
+    assert bytes(encoder.encode(Item(7)).body) == body

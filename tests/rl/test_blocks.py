@@ -11,7 +11,7 @@ import torch
 
 from raylane.core.semaphore import Segment
 from raylane.errors import GraphValueError
-from raylane.rl.queue.blocks import BlockWriter, WrittenItem, block_bytes, read_item
+from raylane.rl.queue.blocks import IDLE_S, BlockWriter, WrittenItem, block_bytes, read_item
 
 BLOCK = 1 << 20
 
@@ -21,7 +21,8 @@ class Host:
 
     def __init__(self) -> None:
         self.held: dict[str, Segment] = {}
-        self.writer = BlockWriter(BLOCK, 4 * BLOCK, self.hold, self.forget)
+        self.now = 100.0
+        self.writer = BlockWriter(BLOCK, 4 * BLOCK, self.hold, self.forget, clock=lambda: self.now)
 
     def hold(self, path: str) -> str:
         self.held[path] = Segment.open(path, keep_fd=True)
@@ -109,10 +110,19 @@ def test_large_item_has_a_block_of_its_own(host: Host) -> None:
 def test_free_blocks_beyond_the_share_are_given_up(host: Host) -> None:
     written = [host.writer.write(torch.zeros(BLOCK // 2, dtype=torch.uint8)).block for _ in range(4)]
     host.writer.release(written[:2], 3 * BLOCK)
+    # Not at once: a stream of items would need new pages again and again.
+    assert sorted(host.writer.blocks) == written
+    host.now += IDLE_S
+    host.writer.release([], 3 * BLOCK)
     assert sorted(host.writer.blocks) == written[1:]
     assert len(host.held) == 3
-    # Blocks in use are kept, whatever the share is.
-    host.writer.release([written[1]], BLOCK)
+    # Blocks in use are kept, whatever the share is, and those that were used meanwhile.
+    host.writer.release([], BLOCK)
+    assert sorted(host.writer.blocks) == written[2:]
+    host.writer.release([written[2]], BLOCK)
+    assert host.writer.write(torch.zeros(BLOCK // 2, dtype=torch.uint8)).block == written[2]
+    host.now += IDLE_S
+    host.writer.release([], BLOCK)
     assert sorted(host.writer.blocks) == written[2:]
 
 

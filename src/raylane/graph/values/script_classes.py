@@ -1,13 +1,16 @@
 """Classes of a script, or of a function: no other process can import them, so they travel with the instances.
 
 cloudpickle takes 150 us to pickle a class. Here it does so once: an instance is pickled as usual, and its class as the
-same compressed bytes in every message, which a reader loads once. A class is pickled anew when its attributes change.
+same compressed bytes in every message, which a reader loads once. The reader sends these same bytes when it passes an
+instance on, and the process that made them knows its own class by them: cloudpickle would set all attributes of that
+class again, which makes it another one for the next message. A class is pickled anew when its attributes change.
+
 Globals that its methods use are those of that moment, as in Ray's tasks and actors.
 """
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import io
 import itertools
 import pickle
@@ -22,7 +25,7 @@ from raylane.graph.values import references
 SCRIPT = b"\x8c\x08__main__"
 """Name of the module `__main__` as a pickle of protocol 4 and later has it."""
 KEPT_CLASSES = 256
-"""Maximum number of classes that a reader keeps."""
+"""Maximum number of classes that a process keeps by their bytes."""
 _NUMBER_BYTES = 8
 _numbers = itertools.count()
 _CONSTANTS = (int, float, complex, bool, str, bytes, type(None))
@@ -31,6 +34,8 @@ _DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType)
 
 _pickled: weakref.WeakKeyDictionary[type, tuple[Any, bytes]] = weakref.WeakKeyDictionary()
 """Pickles of classes: what each depends on (`_state`), and its compressed bytes."""
+_classes: dict[bytes, Any] = {}
+"""Classes by their compressed bytes, the oldest first."""
 
 
 class NotPlain(Exception):
@@ -64,14 +69,26 @@ class _Pickler(pickle.Pickler):
             references.pickler(file).dump(obj)
             # The number makes the bytes new: a class that got an old attribute back must be loaded again.
             known = state, zlib.compress(next(_numbers).to_bytes(_NUMBER_BYTES, "little") + file.getvalue(), 1)
-            _pickled[obj] = known
+            _remember(obj, *known)
         return class_of, (known[1],)
 
 
-@functools.lru_cache(maxsize=KEPT_CLASSES)
 def class_of(pickled: bytes) -> Any:
     """Return the class of a message."""
-    return pickle.loads(memoryview(zlib.decompress(pickled))[_NUMBER_BYTES:])
+    kind = _classes.get(pickled)
+    if kind is None:
+        kind = pickle.loads(memoryview(zlib.decompress(pickled))[_NUMBER_BYTES:])
+        _remember(kind, _state(kind), pickled)
+    return kind
+
+
+def _remember(kind: type, state: Any, pickled: bytes) -> None:
+    _pickled[kind] = state, pickled
+    _classes[pickled] = kind
+    # Several threads may do this at the same time.
+    while len(_classes) > KEPT_CLASSES:
+        with contextlib.suppress(StopIteration, RuntimeError):
+            _classes.pop(next(iter(_classes)), None)
 
 
 def _travels(kind: type) -> bool:
@@ -96,7 +113,9 @@ def _state(kind: type) -> list[Any] | None:
                 if not all(isinstance(each, types.FunctionType | None) for each in accessors):
                     return None
                 state += [(base.__name__, name, each and weakref.ref(each), None) for each in accessors]
-            elif isinstance(value, _DESCRIPTORS) or name.startswith(_MADE_WITH_CLASS):
+            elif name.startswith(_MADE_WITH_CLASS):  # or made later: by the first pickling of an instance
+                continue
+            elif isinstance(value, _DESCRIPTORS):
                 state.append((base.__name__, name, None, None))
             elif isinstance(value, tuple) and all(isinstance(item, _CONSTANTS) for item in value):
                 state.append((base.__name__, name, tuple, value))

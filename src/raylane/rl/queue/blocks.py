@@ -9,7 +9,9 @@ Ray.
 
 from __future__ import annotations
 
+import math
 import struct
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -22,6 +24,11 @@ PAGE_BYTES = 4096
 LEAST_BLOCK_BYTES = 1 << 20
 MOST_BLOCKS = 64
 """Number of blocks that fill a queue, if no item is larger than a block."""
+IDLE_S = 0.5
+"""Seconds for which a free block beyond the limit is kept.
+
+Pages of a new one cost several times the copy of an item, and the parts of the producers change all the time.
+"""
 _HEADER = struct.Struct("<BxxxIQ")
 """Kind of the message, number of buffers, size of the body."""
 _SIZE = struct.Struct("<Q")
@@ -85,8 +92,8 @@ class _WriteBlock:
     """Path by which its host holds it."""
     end: int = PAGE_BYTES
     """Offset of its free part."""
-    free: bool = False
-    """True if nothing in it is needed."""
+    free_since: float | None = None
+    """Time from which on nothing in it is needed; None if something is."""
 
 
 @dataclass
@@ -96,11 +103,12 @@ class BlockWriter:
     nbytes: int
     """Size of a block; an item that is larger gets a block of its own."""
     limit: int
-    """Bytes of all blocks above which free ones are given up."""
+    """Bytes of all blocks above which free ones are given up, when they were free for IDLE_S."""
     hold: Callable[[str], str]
     """Lets the host hold a segment of this process; returns its path there. The memory then outlives this process."""
     forget: Callable[[list[str]], object]
     """Lets the host give segments up."""
+    clock: Callable[[], float] = time.monotonic
     blocks: dict[int, _WriteBlock] = field(default_factory=dict)
     full: list[int] = field(default_factory=list)
     """Blocks that were filled since the last call of `take_full`."""
@@ -126,11 +134,12 @@ class BlockWriter:
 
     def release(self, numbers: list[int], limit: int) -> None:
         """Note blocks whose items have all ended, and the new limit."""
+        now = self.clock()
         for number in numbers:
-            self.blocks[number].free = True
+            self.blocks[number].free_since = now
             self.blocks[number].end = PAGE_BYTES
         self.limit = limit
-        self._give_up_free(limit)
+        self._give_up_free(limit, now - IDLE_S)
 
     def _block_for(self, nbytes: int) -> int:
         """Return a block with room for an item."""
@@ -143,14 +152,16 @@ class BlockWriter:
             self._current = None
         # Classes of sizes, so that the block of a large item fits the next one of about the same size.
         size = max(self.nbytes, size_class(nbytes + PAGE_BYTES))
-        fitting = [at for at, block in self.blocks.items() if block.free and block.segment.nbytes == size]
+        fitting = [
+            at for at, block in self.blocks.items() if block.free_since is not None and block.segment.nbytes == size
+        ]
         number = fitting[-1] if fitting else self._new_block(size)
-        self.blocks[number].free = False
+        self.blocks[number].free_since = None
         self._current = number
         return number
 
     def _new_block(self, size: int) -> int:
-        self._give_up_free(self.limit - size)
+        self._give_up_free(self.limit - size, math.inf)
         # Pages take memory when they are touched, so a block that is hardly used costs little.
         segment = Segment.make(size)
         try:
@@ -161,8 +172,9 @@ class BlockWriter:
         self.blocks[self._numbers] = _WriteBlock(segment, path)
         return self._numbers
 
-    def _give_up_free(self, limit: int) -> None:
-        """Give free blocks up, the oldest first, until all blocks have `limit` bytes at most."""
-        free = [number for number, block in self.blocks.items() if block.free]
+    def _give_up_free(self, limit: int, since: float) -> None:
+        """Give up blocks that are free since this time or longer, until all blocks have `limit` bytes at most."""
+        # The oldest first: the youngest are those that are used again.
+        free = [at for at, block in self.blocks.items() if block.free_since is not None and block.free_since <= since]
         while free and sum(block.segment.nbytes for block in self.blocks.values()) > limit:
             self.forget([self.blocks.pop(free.pop(0)).path])

@@ -95,7 +95,7 @@ class TrajectoryQueue:
         Args:
             max_items: Largest number of items that have been put and not acknowledged; `put` waits beyond it.
             max_bytes: The same for their shared memory, in bytes, on all hosts together. Producers keep free memory for
-                their next items, each one at most its share of this.
+                their next items, each one its share of this, and for half a second what it has used beyond it.
             group_size: Number of items with the same `group` that are handed out together, as the samples of a prompt.
             order: `fifo`, or `newest`: items of the newest weights first.
             max_lag: Drop items, and count them, whose oldest weights are more versions behind than this.
