@@ -85,14 +85,15 @@ faults: setup
 gpu: setup
 	$(PYTEST) tests/gpu $(ARGS)
 
+# All benchmarks RUNS times, about an hour each. LARGE=--large adds 1 GB, and needs 16 GB of memory.
+RUNS ?= 1
 bench: setup
-	$(BIN)/raylane bench transfer --json benchmarks/results/transfer-$$(date +%F).json $(ARGS)
-	$(BIN)/raylane bench graph --json benchmarks/results/graph-$$(date +%F).json $(ARGS)
-	$(BIN)/raylane bench sft --json benchmarks/results/sft-$$(date +%F).json $(ARGS)
-	$(BIN)/raylane bench weights --json benchmarks/results/weights-$$(date +%F).json $(ARGS)
-	$(BIN)/raylane bench rl --json benchmarks/results/rl-$$(date +%F).json $(ARGS)
+	date=$$(date +%F); for run in $$(seq $(RUNS)); do for name in transfer graph sft weights rl; do \
+	  case $$name in transfer|weights) large="$(LARGE)";; *) large=;; esac; \
+	  $(BIN)/raylane bench $$name $$large --json benchmarks/results/$$name-$$date-$$run.json $(ARGS) || exit 1; \
+	done; done
 
-# The figures of the newest runs, into the README and the docs.
+# The figures of the runs of the newest day, into the README and the docs.
 figures: setup
 	$(BIN)/python -m benchmarks.figures
 

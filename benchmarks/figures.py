@@ -1,33 +1,32 @@
 """Write the figures of the newest dated runs into the README and the docs: `make figures`.
 
 The generated parts lie between `<!-- figures: NAME -->` and `<!-- end of figures -->`. A test compares them with the
-records in `benchmarks/results`. One run of each benchmark feeds all pages, so no two pages can differ.
+records in `benchmarks/results`. The same runs of each benchmark feed all pages, so no two pages can differ.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import sys
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Callable
 
-from raylane.bench import rl_cases
-from raylane.bench.weights_cases import Goal, goals
+from benchmarks.runs import ROOT, Runs, factor, goal_table, table, time
+from raylane.bench import goals, graph_cases, rl_cases, sft_cases, transfer_cases, weights_cases
+from raylane.bench.goals import CPU
+from raylane.bench.graph_cases import BESIDE, BLOCKING, CALLS, COMPILED, RAYLANE, WAKE_UPS
+from raylane.bench.transfer_cases import BASELINE, OURS, RDT
 
-ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "docs/index.md", "docs/reference/figures.md")
 CONTENDERS = {
-    "raylane:auto": "raylane `auto`",
+    OURS: "raylane `auto`",
     "raylane:tcp": "`tcp`",
     "raylane:gloo": "`gloo`",
     "raylane:nixl": "`nixl`",
-    "ray:object_store": "Ray object store",
+    BASELINE: "Ray object store",
     "ray:rdt-gloo": "RDT gloo",
     "ray:rdt-nixl": "RDT NIXL",
 }
 """Contenders of the table of transfers, and their columns."""
-RDT = ("ray:rdt-gloo", "ray:rdt-nixl")
 MOVERS = {
     "raylane": "raylane",
     "ray:object_store": "Ray object store, tensors",
@@ -44,6 +43,7 @@ PATTERNS = {
     "echo-10ms": "1 actor, 10 ms between calls",
     "async": "1 actor, asyncio",
     "chain-4": "chain of 4 actors",
+    "scatter-4": "scatter to 4 actors and gather",
     "scatter-8": "scatter to 8 actors and gather",
     "broadcast-8": "the same dict to 8 actors and back",
     "throughput-8": "1 actor, 8 executions in flight, time per call",
@@ -52,61 +52,21 @@ PATTERNS = {
     "compile-8": "compile and tear down a graph of 8 running actors",
 }
 """Cases of the table of graphs, and their rows."""
-
-
-class Run:
-    """Records of the newest run of one benchmark."""
-
-    def __init__(self, benchmark: str) -> None:
-        dated = re.compile(rf"{benchmark}-\d{{4}}-\d\d-\d\d\.json")
-        path = max(path for path in (ROOT / "benchmarks/results").iterdir() if dated.fullmatch(path.name))
-        self.date = path.stem.removeprefix(f"{benchmark}-")
-        self.records = {
-            (record["case"], record["contender"]): record for record in json.loads(path.read_text())["records"]
-        }
-
-    def get(self, case: str, contender: str, figure: str = "p50_us") -> float:
-        """Return one figure of a record: microseconds, or seconds for `cpu_s`."""
-        return float(self.records[case, contender][figure])
-
-    def ratio(self, case: str, slower: str, faster: str) -> float:
-        """Return how many times the p50 of `faster` fits into that of `slower`."""
-        return self.get(case, slower) / self.get(case, faster)
-
-    def times(self, case: str, contender: str) -> str:
-        """Return p50 and p99 of a record; "" if the contender does not take part."""
-        if (case, contender) not in self.records:
-            return ""
-        return f"{time(self.get(case, contender))} / {time(self.get(case, contender, 'p99_us'))}"
-
-
-def time(microseconds: float, micro: str = "us") -> str:
-    """Return a time with three significant digits and its unit."""
-    for unit, size in (("s", 1e6), ("ms", 1e3)):
-        if microseconds >= 0.9995 * size:
-            return f"{_digits(microseconds / size)} {unit}"
-    return f"{_digits(microseconds)} {micro}"
-
-
-def _digits(number: float) -> str:
-    return f"{number:.0f}" if number >= 99.95 else f"{number:.3g}"
-
-
-def factor(ratio: float) -> str:
-    """Return a ratio such as 12.8x, with two or three significant digits."""
-    return f"{_digits(ratio)}x" if ratio >= 10 else f"{ratio:.2g}x"
-
-
-def row(cells: Iterable[str]) -> str:
-    """Return a row of a Markdown table."""
-    return f"| {' | '.join(cells)} |".replace("|  ", "| ")
+BARE = {
+    "own-memory": "own memory",
+    "own-copy": "own copy",
+    "memcpy": "memcpy",
+    "nixl:raw": "NIXL",
+    "socket:raw": "socket",
+}
+"""Lower limits of transfers, and their names."""
 
 
 def headline() -> str:
     """Return the first sentence of the README and of the site."""
-    transfer, graph = Run("transfer"), Run("graph")
-    tensors = [time(transfer.get("100MB", name)) for name in ("raylane:auto", "ray:object_store")]
-    calls = [time(graph.get("echo", name), "µs") for name in ("raylane", "ray:calls")]
+    transfer, graph = Runs("transfer"), Runs("graph")
+    tensors = [time(transfer.get("100MB", name)) for name in (OURS, BASELINE)]
+    calls = [time(graph.get("echo", name), "µs") for name in (RAYLANE, CALLS)]
     return (
         f"raylane makes working Ray programs faster: a 100 MB tensor goes from one actor to another in\n{tensors[0]} "
         f"instead of {tensors[1]}, and a fixed pattern of actor calls takes {calls[0]} instead of {calls[1]}."
@@ -120,155 +80,247 @@ def bold_headline() -> str:
 
 def overview() -> str:
     """Return the table of the README."""
-    transfer, graph, sft = Run("transfer"), Run("graph"), Run("sft")
-    ours, store = "raylane:auto", "ray:object_store"
+    transfer, graph, sft = Runs("transfer"), Runs("graph"), Runs("sft")
     best_rdt = min(RDT, key=lambda name: transfer.get("100MB", name))
-    idle = {name: graph.get("idle-8", name, "cpu_s") for name in ("raylane", "ray:compiled", "ray:calls")}
+    idle = {name: graph.get("idle-8", name, "cpu_s") for name in (RAYLANE, COMPILED, CALLS)}
     between = sft.get("train-1", "compiled", "step_us") - sft.get("train-1", "compiled", "work_us")
+    rows = [
+        [
+            "100 MB tensor from actor to actor",
+            time(transfer.get("100MB", OURS)),
+            f"{time(transfer.get('100MB', BASELINE))} (object store), "
+            f"{time(transfer.get('100MB', best_rdt))} (RDT {best_rdt.removeprefix('ray:rdt-')})",
+            f"{factor(transfer.ratio('100MB', BASELINE, OURS))}, {factor(transfer.ratio('100MB', best_rdt, OURS))}",
+        ],
+        [
+            "the same, made by `raylane.empty`",
+            time(transfer.get("100MB-mapped", OURS)),
+            f"{time(transfer.get('100MB-mapped', BASELINE))} (object store)",
+            factor(transfer.ratio("100MB-mapped", BASELINE, OURS)),
+        ],
+        [
+            "one call of one actor, small dict",
+            time(graph.get("echo", RAYLANE), "µs"),
+            f"{time(graph.get('echo', COMPILED), 'µs')} (Ray compiled graph), "
+            f"{time(graph.get('echo', CALLS), 'µs')} (Ray call)",
+            f"{factor(graph.ratio('echo', COMPILED, RAYLANE))}, {factor(graph.ratio('echo', CALLS, RAYLANE))}",
+        ],
+        [
+            "CPU time of 8 idle actors in a graph, over 10 s",
+            f"{idle[RAYLANE]:.2f} s ({idle[CALLS]:.2f} s without a graph)",
+            f"{idle[COMPILED]:.1f} s (Ray compiled graph)",
+            f"{idle[COMPILED] / idle[RAYLANE]:.0f}x less",
+        ],
+        [
+            f"fine-tuning: time between two steps of {time(sft.get('train-1', 'compiled', 'work_us'))}",
+            time(max(between, 0.0)),
+            "",
+            "",
+        ],
+    ]
     return "\n".join(
         [
-            f"Measured on a 2-core x86-64 VM with Ray 2.60.0 and torch 2.13.0 on CPU: transfers {transfer.date}, "
-            f"graphs {graph.date},\nfine-tuning {sft.date}; median (p50). "
+            f"Measured on CPU: {graph.origin()}. Medians, and\nthe range over the runs. "
             "[All figures, with missed targets](docs/reference/figures.md).",
             "",
-            row(["what", "raylane", "stock Ray", "factor"]),
-            row(["---"] * 4),
-            row(
-                [
-                    "100 MB tensor from actor to actor",
-                    time(transfer.get("100MB", ours)),
-                    f"{time(transfer.get('100MB', store))} (object store), "
-                    f"{time(transfer.get('100MB', best_rdt))} (RDT {best_rdt.removeprefix('ray:rdt-')})",
-                    f"{factor(transfer.ratio('100MB', store, ours))}, "
-                    f"{factor(transfer.ratio('100MB', best_rdt, ours))}",
-                ]
-            ),
-            row(
-                [
-                    "1 MB tensor from actor to actor",
-                    time(transfer.get("1MB", ours)),
-                    f"{time(transfer.get('1MB', store))} (object store)",
-                    factor(transfer.ratio("1MB", store, ours)),
-                ]
-            ),
-            row(
-                [
-                    "one call of one actor, small dict",
-                    time(graph.get("echo", "raylane"), "µs"),
-                    f"{time(graph.get('echo', 'ray:compiled'), 'µs')} (Ray compiled graph), "
-                    f"{time(graph.get('echo', 'ray:calls'), 'µs')} (Ray call)",
-                    f"{factor(graph.ratio('echo', 'ray:compiled', 'raylane'))}, "
-                    f"{factor(graph.ratio('echo', 'ray:calls', 'raylane'))}",
-                ]
-            ),
-            row(
-                [
-                    "CPU time of 8 idle actors in a graph, over 10 s",
-                    f"{idle['raylane']:.2f} s ({idle['ray:calls']:.2f} s without a graph)",
-                    f"{idle['ray:compiled']:.1f} s (Ray compiled graph)",
-                    f"{idle['ray:compiled'] / idle['raylane']:.0f}x less",
-                ]
-            ),
-            row(
-                [
-                    f"fine-tuning: time between two steps of {time(sft.get('train-1', 'compiled', 'work_us'))}",
-                    time(max(between, 0.0)),
-                    "",
-                    "",
-                ]
-            ),
+            table(["what", "raylane", "stock Ray", "factor"], rows),
         ]
     )
 
 
+def machine() -> str:
+    """Return when and on what the benchmarks ran."""
+    names = ("transfer", "graph", "sft", "weights", "rl")
+    return "\n".join(f"- `raylane bench {name}`: {Runs(name).origin()}" for name in names)
+
+
 def transfers() -> str:
     """Return the table of transfers, by size of the tensor."""
-    run = Run("transfer")
-    cases = [case for case, contender in run.records if contender == "ray:rdt-nixl"]
-    sizes = [case for case in cases if re.fullmatch(r"(\d+(B|KB|MB|GB)(-new)?|small-.*)", case)]
-    lines = [row(["tensor", *CONTENDERS.values(), "over the store", "over the best RDT"]), row(["---"] * 10)]
-    for case in sizes:
-        best = min(RDT, key=lambda name: run.get(case, name))
-        over = [factor(run.ratio(case, name, "raylane:auto")) for name in ("ray:object_store", best)]
-        lines.append(row([case, *(run.times(case, name) for name in CONTENDERS), *over]))
-    return "\n".join(lines)
+    runs = Runs("transfer")
+    rows = []
+    for case in runs.cases(r"(\d+(B|KB|MB|GB)(-new|-mapped)?|small-.*)"):
+        best = min(RDT, key=lambda name: runs.get(case, name))
+        over = [factor(runs.ratio(case, name, OURS)) for name in (BASELINE, best)]
+        rows.append([case, *(runs.times(case, name) for name in CONTENDERS), *over])
+    return table(["tensor", *CONTENDERS.values(), "over the store", "over the better RDT"], rows)
 
 
 def transfer_cpu() -> str:
     """Return the CPU time of one call with a tensor of 100 MB."""
-    run = Run("transfer")
-    counts = {name: run.get("100MB", name, "n") for name in CONTENDERS}
-    spent = [time(run.get("100MB", name, "cpu_s") / count * 1e6) for name, count in counts.items()]
-    return "\n".join([row(CONTENDERS.values()), row(["---"] * 7), row(spent)])
+    runs = Runs("transfer")
+    return table([*CONTENDERS.values()], [[time(runs.get("100MB", name, CPU)) for name in CONTENDERS]])
+
+
+def transfer_others() -> str:
+    """Return the table of the other workloads of transfers, and of lower limits."""
+    runs = Runs("transfer")
+    names = CONTENDERS | {"ray:plain": "plain call"} | BARE
+    rows = []
+    for case, contender in runs.of_all:
+        alone = not re.fullmatch(r"\d+(B|KB|MB|GB)(-new|-mapped)?|small-.*", case)
+        if alone or contender in BARE:
+            rows.append([case, names[contender], runs.times(case, contender), time(runs.get(case, contender, CPU))])
+    return table(["case", "contender", "p50 / p99", "CPU of one call, all processes"], rows)
 
 
 def graphs() -> str:
     """Return the table of compiled graphs."""
-    run = Run("graph")
-    head = ["pattern", "raylane", "Ray compiled graph", "Ray calls", "speed-up over the compiled graph"]
-    lines = [row([*head, "CPU per call, raylane / compiled graph"]), row(["---"] * 6)]
+    runs = Runs("graph")
+    rows = []
     for case, pattern in PATTERNS.items():
-        times = [run.times(case, name) for name in ("raylane", "ray:compiled", "ray:calls")]
-        cpu = " / ".join(
-            time(run.get(case, name, "cpu_s") / run.get(case, name, "n") * 1e6) for name in ("raylane", "ray:compiled")
-        )
-        lines.append(row([pattern, *times, factor(run.ratio(case, "ray:compiled", "raylane")), cpu]))
-    return "\n".join(lines)
+        times = [runs.times(case, name) for name in (RAYLANE, COMPILED, CALLS, WAKE_UPS)]
+        cpu = " / ".join(time(runs.get(case, name, CPU)) for name in (RAYLANE, COMPILED))
+        rows.append([pattern, *times, factor(runs.ratio(case, COMPILED, RAYLANE)), cpu])
+    head = ["pattern", "raylane", "Ray compiled graph", "Ray calls", "bare wake-ups", "over the compiled graph"]
+    return table([*head, "CPU per call, raylane / compiled graph"], rows)
+
+
+def graph_values() -> str:
+    """Return the table of values that go through a graph of one actor and back."""
+    runs = Runs("graph")
+    rows = [
+        [
+            case.removeprefix("values-"),
+            *(runs.times(case, name) for name in (RAYLANE, COMPILED)),
+            factor(runs.ratio(case, COMPILED, RAYLANE)),
+        ]
+        for case in runs.cases("values-.*")
+    ]
+    return table(["value", "raylane", "Ray compiled graph", "factor"], rows)
+
+
+def graph_busy() -> str:
+    """Return the table of calls beside processes that compute."""
+    runs = Runs("graph")
+    rows = [
+        [case, *(runs.times(case, name) for name in (RAYLANE, BLOCKING, COMPILED, CALLS))]
+        for case in runs.cases(".*-busy.")
+    ]
+    return table(["case", "raylane", "raylane that always sleeps", "Ray compiled graph", "Ray calls"], rows)
+
+
+def collectives() -> str:
+    """Return the table of sums over actors."""
+    runs = Runs("graph")
+    names = (RAYLANE, graph_cases.GLOO, graph_cases.IN_METHOD, COMPILED)
+    rows = []
+    for case in runs.cases("allreduce-.*"):
+        cells = [f"{runs.times(case, name)}, CPU {time(runs.get(case, name, CPU))}" for name in names]
+        rows.append([case.rpartition("-")[2], *cells])
+    return table(["actors", "raylane", "raylane, `transport=\"gloo\"`", "in method (gloo)", "Ray's graph"], rows)
+
+
+def graph_more() -> str:
+    """Return further figures of graphs."""
+    runs = Runs("graph")
+    idle = [f"{runs.get('idle-8', name, 'cpu_s'):.2f} s" for name in (RAYLANE, CALLS, COMPILED)]
+    beside = [time(runs.get("beside-150", name)) for name in (BESIDE, RAYLANE)]
+    step = [time(runs.get("step-20ms", name)) for name in (RAYLANE, graph_cases.LOOP)]
+    return "\n".join(
+        [
+            f"- CPU time of eight idle actors over 10 s: {idle[0]} with a raylane graph, {idle[1]} without a graph, "
+            f"{idle[2]}\n  with Ray's compiled graph.",
+            f"- One graph beside 150 idle ones on the same actor: {beside[0]}, alone {beside[1]}.",
+            f"- A step of a small torch network on 2 actors, 2 in flight: {step[0]}, a loop in the worker {step[1]}.",
+        ]
+    )
+
+
+def steps() -> str:
+    """Return the table of overheads of a step."""
+    runs = Runs("sft")
+    names = ("compiled", "rpc", "ray:compiled")
+    rows = [
+        [
+            f"`{case}`",
+            *(runs.times(case, name) for name in names),
+            factor(runs.ratio(case, "rpc", "compiled")),
+            ", ".join(time(runs.get(case, name, CPU)) for name in names),
+        ]
+        for case in runs.cases("noop-.*")
+    ]
+    return table(["case", "compiled", "rpc", "Ray", "rpc / compiled", "CPU per step: compiled, rpc, Ray"], rows)
+
+
+def steps_of_20ms() -> str:
+    """Return the table of steps that compute for 20 ms."""
+    runs = Runs("sft")
+    rows = []
+    for case in runs.cases("step20ms-.*"):
+        cells = [f"`{case}`"]
+        for name in ("loop", "compiled", "rpc", "ray:compiled"):
+            step, work = (time(runs.get(case, name, field)) for field in ("step_us", "work_us"))
+            over = runs.ratio(case, name, "loop", "step_us")
+            more = f", {over.median - 1:+.1%} ({over.least - 1:+.1%} to {over.most - 1:+.1%})" if name != "loop" else ""
+            cells.append(f"{step} ({work}){more}")
+        rows.append(cells)
+    return table(["case", "loop: a step (its work)", "compiled", "rpc", "Ray"], rows)
+
+
+def training() -> str:
+    """Return the table of training: tokens per second, of the plain loop."""
+    runs = Runs("sft")
+    rows = []
+    for case in runs.cases("train-.|pp2"):
+        for _, name in (key for key in runs.of_all if key[0] == case):
+            rate = runs.measured(lambda records, case=case, name=name: records[case, name]["tokens_per_s"])  # type: ignore[misc]
+            of_plain = factor(runs.ratio(case, name, "plain", "tokens_per_s")) if name != "plain" else ""
+            shown = f"{rate.median:,.0f} ({rate.least:,.0f} to {rate.most:,.0f})"
+            rows.append([f"`{case}`", f"`{name}`", shown, of_plain, runs.times(case, name)])
+    return table(["case", "contender", "tokens/s", "of plain", "p50 / p99 of a step"], rows)
 
 
 def weights() -> str:
     """Return the table of whole updates: from the call of `publish` until all readers have the version."""
-    run = Run("weights")
-    others = [name for name in MOVERS if name in {contender for _, contender in run.records}]
-    lines = [row(["case", *(MOVERS[name] for name in others)]), row(["---"] * (len(others) + 1))]
-    for case in dict.fromkeys(case for case, _ in run.records if case.startswith("move-")):
-        lines.append(row([case, *(run.times(case, name) or "-" for name in others)]))
-    return "\n".join(lines)
-
-
-def weights_goals() -> str:
-    """Return the table of goals of weights, with what was reached."""
-    return goal_table(goals(list(Run("weights").records.values())))
+    runs = Runs("weights")
+    others = [name for name in MOVERS if any(contender == name for _, contender in runs.of_all)]
+    rows = [[case, *(runs.times(case, name) or "-" for name in others)] for case in runs.cases("move-.*")]
+    return table(["case", *(MOVERS[name] for name in others)], rows)
 
 
 def rl() -> str:
     """Return the table of reinforcement learning: samples per second, and times of one sample or step."""
-    run = Run("rl")
-    lines = [row(["case", "contender", "samples/s", "p50 / p99", "CPU"]), row(["---"] * 5)]
-    for (case, contender), record in run.records.items():
-        cpu = time(record["cpu_s"] / record["n"] * 1e6)
-        rate = f"{record['samples_per_s']:,.0f}"
-        lines.append(row([case, contender, rate, run.times(case, contender), cpu]))
-    return "\n".join(lines)
+    runs = Runs("rl")
+    rows = [
+        [
+            case,
+            contender,
+            f"{runs.get(case, contender, 'samples_per_s'):,.0f}",
+            runs.times(case, contender),
+            time(runs.get(case, contender, CPU)),
+        ]
+        for case, contender in runs.of_all
+    ]
+    return table(["case", "contender", "samples/s", "p50 / p99", "CPU"], rows)
 
 
-def rl_goals() -> str:
-    """Return the table of goals of reinforcement learning, with what was reached."""
-    return goal_table(rl_cases.goals(list(Run("rl").records.values())))
-
-
-def goal_table(reached: Iterable[Goal]) -> str:
-    """Return goals as a table."""
-    lines = [row(["case", "figure", "measured", "goal", ""]), row(["---"] * 5)]
-    for goal in reached:
-        bound = "at least" if goal.at_least else "at most"
-        verdict = "reached" if goal.reached else "**missed**"
-        measured = f"{goal.value:.2f} {goal.unit}"
-        lines.append(row([goal.case, goal.text, measured, f"{bound} {goal.limit:g} {goal.unit}", verdict]))
-    return "\n".join(lines)
+def _goals(benchmark: str, ratios: list[goals.Ratio]) -> str:
+    return goal_table(Runs(benchmark).goals(lambda records: goals.reached(ratios, records)))
 
 
 PARTS: dict[str, Callable[[], str]] = {
     "bold_headline": bold_headline,
     "headline": headline,
     "overview": overview,
+    "machine": machine,
     "transfers": transfers,
     "transfer_cpu": transfer_cpu,
+    "transfer_others": transfer_others,
+    "transfer_goals": lambda: _goals("transfer", transfer_cases.GOALS),
     "graphs": graphs,
+    "graph_values": graph_values,
+    "graph_busy": graph_busy,
+    "graph_more": graph_more,
+    "collectives": collectives,
+    "graph_goals": lambda: _goals("graph", graph_cases.GOALS),
+    "steps": steps,
+    "steps_of_20ms": steps_of_20ms,
+    "training": training,
+    "sft_goals": lambda: _goals("sft", sft_cases.GOALS),
     "weights": weights,
-    "weights_goals": weights_goals,
+    "weights_goals": lambda: goal_table(Runs("weights").goals(weights_cases.goals)),
     "rl": rl,
-    "rl_goals": rl_goals,
+    "rl_goals": lambda: goal_table(Runs("rl").goals(rl_cases.goals)),
 }
 
 

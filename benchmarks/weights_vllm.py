@@ -42,7 +42,9 @@ from benchmarks.weights_vllm_actors import (
 )
 from raylane import weights
 from raylane.bench import environment, measure
-from raylane.bench.weights_cases import MEMCPY, RAYLANE, Goal
+from raylane.bench.goals import Goal
+from raylane.bench.goals import lines as goal_lines
+from raylane.bench.weights_cases import MEMCPY, RAYLANE
 
 BY_FACTORY, DISK, TMPFS, RPC, NONE = "raylane:factory", "vllm:disk", "vllm:tmpfs", "vllm:rpc", "no updates"
 PAUSE, UPDATE, OFFERED, TOKENS, JOIN, BACKEND = "pause", "update", "offer", "tokens", "join", "backend"
@@ -293,7 +295,7 @@ def table(records: Sequence[dict[str, Any]]) -> str:
     rates = {row["contender"]: row["tokens_per_s"] for row in timed if row["case"] == TOKENS}
     for label, rate in rates.items():
         lines.append(f"{label}: {rate:,.1f} tokens/s, {rate / rates[NONE] - 1:+.1%} against no updates")
-    return "\n".join([*lines, "", "goals", *map(str, goals(timed))])
+    return "\n".join([*lines, *goal_lines(goals(timed))])
 
 
 def run(size: Size, report: Callable[[list[dict[str, Any]]], None]) -> None:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 
 import pytest
 
-from benchmarks import figures
+from benchmarks import figures, runs
+from raylane.bench import goals
 
 
 @pytest.mark.parametrize("page", figures.PAGES)
 def test_figures_of_pages_are_those_of_the_newest_runs(page: str) -> None:
-    text = (figures.ROOT / page).read_text()
+    text = (runs.ROOT / page).read_text()
     assert figures.filled(text) == text, "run `make figures`"
 
 
 def test_every_generated_part_is_on_a_page() -> None:
-    pages = "".join((figures.ROOT / page).read_text() for page in figures.PAGES)
+    pages = "".join((runs.ROOT / page).read_text() for page in figures.PAGES)
     assert set(re.findall(r"<!-- figures: (\w+) -->", pages)) == set(figures.PARTS)
 
 
@@ -25,4 +28,52 @@ def test_every_generated_part_is_on_a_page() -> None:
     [(6.7, "6.7 us"), (999.4, "999 us"), (999.6, "1 ms"), (16957.2, "17 ms"), (231080.4, "231 ms"), (3.66e6, "3.66 s")],
 )
 def test_times_have_three_digits_and_a_unit(microseconds: float, text: str) -> None:
-    assert figures.time(microseconds) == text
+    assert runs.time(microseconds) == text
+
+
+def written(folder: Path, name: str, **medians_us: float) -> None:
+    records = [
+        {
+            "case": "echo",
+            "contender": contender.replace("_", ":"),
+            "n": 10,
+            "cpu_s": 1e-3,
+            "p50_us": us,
+            "p99_us": 2 * us,
+        }
+        for contender, us in medians_us.items()
+    ]
+    machine = {"cores": 2, "cpu": "Some CPU", "kernel": "6.18.4-x"}
+    versions = {"python": "3.11.7", "ray": "2.60.0", "torch": "2.13.0+cpu"}
+    (folder / name).write_text(json.dumps({"machine": machine, "versions": versions, "records": records}))
+
+
+def test_figures_are_medians_over_the_runs_of_the_newest_day(tmp_path: Path) -> None:
+    written(tmp_path, "graph-2026-11-25.json", raylane=1, ray_compiled=1)
+    written(tmp_path, "graph-2026-11-26-1.json", raylane=10, ray_compiled=120, loop=1)
+    written(tmp_path, "graph-2026-11-26-2.json", raylane=30, ray_compiled=150)
+    written(tmp_path, "graph-2026-11-26-3.json", raylane=20, ray_compiled=100)
+    written(tmp_path, "graph-more-2026-11-27.json", raylane=7)
+    measured = runs.Runs("graph", tmp_path)
+    assert measured.date == "2026-11-26"
+    assert measured.times("echo", "raylane") == "20 us / 40 us"
+    assert measured.times("echo", "loop") == ""  # not in every run
+    assert measured.ratio("echo", "ray:compiled", "raylane") == (5, 5, 12)
+    assert runs.factor(measured.ratio("echo", "ray:compiled", "raylane")) == "5x (5 to 12)"
+    assert "2026-11-26, 3 runs, 2 cores (Some CPU), Linux 6.18.4, CPython 3.11.7" in measured.origin()
+    ratio = goals.faster("echo", "faster", "ray:compiled", "raylane", 6)
+    missing = goals.faster("other", "faster", "ray:compiled", "raylane", 6)
+    table = runs.goal_table(measured.goals(lambda records: goals.reached([ratio, missing], records)))
+    assert table.splitlines()[2:] == [
+        "| echo | faster | 5.00 (5.00 to 12.00) x | at least 6 x | **missed** in 2 of 3 |"
+    ]
+
+
+def test_one_run_has_no_range(tmp_path: Path) -> None:
+    written(tmp_path, "graph-2026-11-25.json", raylane=10, ray_compiled=120)
+    measured = runs.Runs("graph", tmp_path)
+    assert runs.factor(measured.ratio("echo", "ray:compiled", "raylane")) == "12x"
+    assert ", one run, " in measured.origin()
+    ratio = goals.at_most("echo", "of Ray's", "raylane", "ray:compiled", 0.1)
+    table = runs.goal_table(measured.goals(lambda records: goals.reached([ratio], records)))
+    assert table.splitlines()[2:] == ["| echo | of Ray's | 0.08 x | at most 0.1 x | reached |"]

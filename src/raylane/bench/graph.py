@@ -18,7 +18,7 @@ from typing import Any
 
 import ray
 
-from raylane.bench import measure
+from raylane.bench import goals, graph_cases, measure
 from raylane.bench.graph_cases import CALLS, COMPILED, Blocks, Case, blocks_of, group_by_graph
 from raylane.bench.graph_contenders import Contender, start
 
@@ -45,10 +45,11 @@ def run(selected: Sequence[Case], *, quick: bool) -> list[dict[str, Any]]:
 def table(records: Sequence[dict[str, Any]], more: Mapping[str, tuple[str, str]] | None = None) -> str:
     """Return the records as text, with ratios to Ray's compiled graph (time, CPU time) and to Ray's calls (time).
 
-    `more` adds columns as `measure.table` takes them.
+    Then the goals. `more` adds columns as `measure.table` takes them.
     """
     columns = {"x compiled": (COMPILED, "p50"), "x its CPU": (COMPILED, "cpu"), "x calls": (CALLS, "p50")}
-    return measure.table(records, columns | dict(more or {}))
+    table = measure.table(records, columns | dict(more or {}))
+    return "\n".join([table, *goals.lines(goals.reached(graph_cases.GOALS, records))])
 
 
 def _run_cases(group: Sequence[Case], *, quick: bool) -> list[dict[str, Any]]:

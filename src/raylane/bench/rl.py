@@ -15,8 +15,8 @@ from typing import Any
 
 import ray
 
-from raylane.bench import measure
-from raylane.bench.rl_cases import PLAIN, QUEUE, RAY_ACTOR, RAY_QUEUE, SYNC, Case, blocks_of, goals
+from raylane.bench import goals, measure, rl_cases
+from raylane.bench.rl_cases import PLAIN, QUEUE, RAY_ACTOR, RAY_QUEUE, SYNC, Case, blocks_of
 from raylane.bench.rl_contenders import STARTS, LoopContender, LoopParts, QueueContender, start_queues
 from raylane.rl import sorting
 
@@ -134,4 +134,4 @@ def table(records: Sequence[dict[str, Any]]) -> str:
         else:
             rates.append(f"{record['tokens_per_s']:,.0f} tokens/s")
         lines.append(f"{name:32}{', '.join(rates)}")
-    return "\n".join([*lines, "", "goals", *map(str, goals(records))])
+    return "\n".join([*lines, *goals.lines(rl_cases.goals(records))])

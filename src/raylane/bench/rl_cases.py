@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from raylane.bench import measure
-from raylane.bench.weights_cases import Goal
+from raylane.bench.goals import Goal
 
 RAYLANE, MAPPED = "raylane", "raylane:mapped"
 """raylane's queue: samples are copied out of the shared memory, or lie in it until they are acknowledged."""

@@ -14,9 +14,10 @@ from typing import Any
 
 import ray
 
-from raylane.bench import measure, sft_peers
+from raylane.bench import goals, measure, sft_peers
 from raylane.bench.sft_cases import (
     CASES,
+    GOALS,
     LOOP,
     PIPELINE_TORCH,
     PLAIN,
@@ -139,7 +140,8 @@ def _run_case(case: Case, contenders: Sequence[Contender], *, quick: bool) -> li
 def table(records: Sequence[dict[str, Any]]) -> str:
     """Return the records as text: overheads with ratios to Ray's calls and Ray's compiled graph, then step times.
 
-    A step that computes has its time against the loop, or its tokens per second against the plain training loop.
+    A step that computes has its time against the loop, or its tokens per second against the plain training loop. Then
+    the goals.
     """
     of_peers = [record for record in records if record["case"].startswith("peers-")]
     records = [record for record in records if not record["case"].startswith("peers-")]
@@ -161,4 +163,4 @@ def table(records: Sequence[dict[str, Any]]) -> str:
                 f"{name} {record['step_us'] / 1000:.2f} ms a step, {record['work_us'] / 1000:.2f} ms of it work; "
                 f"{record['step_us'] / loop['step_us'] - 1:+.1%} against the loop"
             )
-    return "\n".join([*lines, sft_peers.table(of_peers)])
+    return "\n".join([*lines, *goals.lines(goals.reached(GOALS, records)), sft_peers.table(of_peers)])

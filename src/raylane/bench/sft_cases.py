@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from raylane.bench import measure
+from raylane.bench.goals import P99, Ratio, at_most, faster
 
 RPC, COMPILED, RAY, LOOP, PLAIN = "rpc", "compiled", "ray:compiled", "loop", "plain"
 PIPELINE_TORCH, PIPELINE_RAYLANE = "pp2-torch", "pp2-raylane"
@@ -66,6 +67,24 @@ _ALL = [
     Case("peers", 1, work="peers", contenders=()),
 ]
 CASES = {case.name: case for case in _ALL}
+
+_STEP, _RATE = ("step_us", "step_us"), ("tokens_per_s", "tokens_per_s")
+GOALS = [
+    faster("noop-8-worker-fed", "overhead, less than that of rpc", RPC, COMPILED, 15),
+    faster("noop-8-driver-fed", "overhead, less than that of rpc", RPC, COMPILED, 12),
+    *(
+        Ratio(f"noop-{workers}-worker-fed", "50 us for each worker", (COMPILED,), "", workers / 20)
+        for workers in (2, 4, 8)
+    ),
+    *(
+        Ratio(f"step20ms-2-{feed}-fed", "a step, of the loop", (COMPILED,), LOOP, 1.02, figures=_STEP)
+        for feed in ("worker", "driver")
+    ),
+    Ratio("train-1", "tokens per second, of plain torch", (COMPILED,), PLAIN, 0.97, at_least=True, figures=_RATE),
+    Ratio("train-2", "tokens per second, of plain torch", (COMPILED,), PLAIN, 0.9, at_least=True, figures=_RATE),
+    at_most("pp2", "over edges, of torch's pipeline", PIPELINE_RAYLANE, PIPELINE_TORCH, 1),
+    at_most("pp2", "p99 over edges, of torch's pipeline", PIPELINE_RAYLANE, PIPELINE_TORCH, 1, P99),
+]
 
 
 def cases(only: str | None) -> list[Case]:

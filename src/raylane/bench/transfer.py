@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 
-from raylane.bench import measure
+from raylane.bench import goals, measure, transfer_cases
 from raylane.bench.transfer_cases import BASELINE, PASS, SIZES, Case, blocks_of, grouped
 from raylane.bench.transfer_contenders import Contender, start, unavailable
 
@@ -59,8 +59,9 @@ def _run_case(case: Case, contenders: Sequence[Contender], *, quick: bool) -> li
 
 
 def table(records: list[dict[str, Any]]) -> str:
-    """Return the records as text; column `x faster` is the baseline's p50 divided by the record's."""
-    return measure.table(records, {"x faster": (BASELINE, "p50")})
+    """Return the records as text; column `x faster` is the baseline's p50 divided by the record's. Then the goals."""
+    table = measure.table(records, {"x faster": (BASELINE, "p50")})
+    return "\n".join([table, *goals.lines(goals.reached(transfer_cases.GOALS, records))])
 
 
 def draw(records: Sequence[dict[str, Any]], out: Path) -> None:

@@ -6,22 +6,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from raylane.bench import measure
+from raylane.bench.goals import Ratio, at_most, faster
 
 BASELINE = "ray:object_store"
 SIZES = {
     "4B": 4,
     "4KB": 4000,
-    "80KB": 80 << 10,
     "96KB": 96 << 10,
     "150KB": 150_000,
     "1MB": 1_000_000,
     "100MB": 100_000_000,
 }
+_LARGEST_IN_REPLY = ("96KB", "150KB")
+"""Sizes below and above the largest tensor that travels inside Ray's reply."""
 GIGABYTE = 1_000_000_000
 MIB_64 = 64 << 20
 PASS = (
     "raylane:auto",
-    "raylane:host",
     "raylane:tcp",
     "raylane:gloo",
     "raylane:nixl",
@@ -29,11 +30,49 @@ PASS = (
     "ray:rdt-gloo",
     "ray:rdt-nixl",
 )
+OURS = "raylane:auto"
+RDT = ("ray:rdt-gloo", "ray:rdt-nixl")
 OWN_MEMORY, OWN_COPY = "own-memory", "own-copy"
 """The same two calls without a transfer: the consumer sums a tensor of its own, or copies that first."""
 COPIED = (*PASS, OWN_COPY)
-MAPPED = ("raylane:auto", BASELINE, "ray:rdt-gloo", "ray:rdt-nixl", OWN_MEMORY)
-GET = ("raylane:auto", BASELINE, "ray:rdt-nixl", "memcpy")
+MAPPED = (OURS, BASELINE, *RDT, OWN_MEMORY)
+GET = (OURS, BASELINE, "ray:rdt-nixl", "memcpy")
+
+_STORE, _RDT = "faster than the object store", "faster than the better RDT"
+_SMALL = ("4B", "4B-new", "4KB", "4KB-new")
+GOALS = [
+    *(at_most(case, "of the object store", OURS, BASELINE, 1.05) for case in _SMALL),
+    *(faster(case, "faster than RDT gloo", "ray:rdt-gloo", OURS, 3) for case in _SMALL),
+    at_most("1MB", "of two calls and a copy", OURS, OWN_COPY, 1.3),
+    faster("1MB", _STORE, BASELINE, OURS, 3),
+    faster("1MB", _RDT, RDT, OURS, 2),
+    faster("100MB", _STORE, BASELINE, OURS, 20),
+    faster("100MB", _RDT, RDT, OURS, 5),
+    faster("100MB-new", _STORE, BASELINE, OURS, 5),
+    faster("100MB-new", _RDT, RDT, OURS, 2),
+    *(
+        faster(case, f"{name}, faster than RDT's", f"ray:rdt-{name}", f"raylane:{name}", 1)
+        for case in ("1MB", "100MB")
+        for name in ("gloo", "nixl")
+    ),
+    *(
+        goal
+        for case in ("100MB-mapped", "1GB-mapped")
+        for goal in (
+            faster(case, _STORE, BASELINE, OURS, 25),
+            faster(case, _RDT, RDT, OURS, 8),
+            at_most(case, "of the consumer's own memory", OURS, OWN_MEMORY, 1.3),
+        )
+    ),
+    faster("small-10000x4KB", _RDT, RDT, OURS, 10),
+    at_most("get-64MiB", "of a copy", OURS, "memcpy", 3),
+    at_most("get-into-64MiB", "of a copy", OURS, "memcpy", 2),
+    at_most("get-into-64MiB-shared", "of a copy", OURS, "memcpy", 1.3),
+    at_most("nixl-100MB", "of bare NIXL", "raylane:nixl", "nixl:raw", 1.5),
+    Ratio("fanout-8-64MiB", "8 readers, of one", (OURS,), OURS, 2, under_case="fanout-1-64MiB"),
+    *(at_most(case, "of a plain .remote()", OURS, "ray:plain", 1.15) for case in ("submit", "submit-starting")),
+    at_most("tcp-1GB", "of a bare socket", "raylane:tcp", "socket:raw", 1.25),
+]
 
 
 @dataclass(frozen=True)
@@ -71,19 +110,20 @@ def _known(*, large: bool) -> dict[str, Case]:
     cases_by_name = {}
     for name, nbytes in (SIZES | ({"1GB": GIGABYTE} if large else {})).items():
         cases_by_name[name] = Case(name, "pass", nbytes, COPIED if name == "1MB" else PASS)
-        cases_by_name[f"{name}-new"] = Case(f"{name}-new", "pass", nbytes, PASS, fresh=True)
+        if name not in _LARGEST_IN_REPLY:
+            cases_by_name[f"{name}-new"] = Case(f"{name}-new", "pass", nbytes, PASS, fresh=True)
         if nbytes >= SIZES["100MB"]:
             cases_by_name[f"{name}-mapped"] = Case(f"{name}-mapped", "pass", nbytes, MAPPED, mapped=True)
     more = [
         Case("small-10000x4KB", "pass", 4096, PASS, count=10_000),
         Case("get-64MiB", "get", MIB_64, GET),
         Case("get-into-64MiB", "get", MIB_64, GET, into=True),
-        Case("get-into-64MiB-shared", "get", MIB_64, ("raylane:auto", "memcpy"), into=True, shared=True),
+        Case("get-into-64MiB-shared", "get", MIB_64, (OURS, "memcpy"), into=True, shared=True),
         Case("nixl-100MB", "get", 100_000_000, ("raylane:nixl", "nixl:raw", "ray:rdt-nixl")),
-        Case("fanout-1-64MiB", "fanout", MIB_64, ("raylane:auto", BASELINE)),
-        Case("fanout-8-64MiB", "fanout", MIB_64, ("raylane:auto", BASELINE), count=8),
-        Case("submit", "submit", 4, ("raylane:auto", "ray:plain", "ray:rdt-nixl")),
-        Case("submit-starting", "submit", 4, ("raylane:auto", "ray:plain"), starting=True),
+        Case("fanout-1-64MiB", "fanout", MIB_64, (OURS, BASELINE)),
+        Case("fanout-8-64MiB", "fanout", MIB_64, (OURS, BASELINE), count=8),
+        Case("submit", "submit", 4, (OURS, "ray:plain", "ray:rdt-nixl")),
+        Case("submit-starting", "submit", 4, (OURS, "ray:plain"), starting=True),
     ]
     if large:
         more.append(Case("tcp-1GB", "get", GIGABYTE, ("raylane:tcp", "socket:raw"), into=True))
@@ -107,7 +147,7 @@ def grouped(selected: Sequence[Case]) -> list[list[Case]]:
 def blocks_of(case: Case, *, quick: bool) -> tuple[int, int]:
     """Return (rounds, samples per round)."""
     if case.starting:
-        return (2, 1) if quick else (5, 1)
+        return (2, 1) if quick else (15, 1)
     # Ray's transports take seconds for thousands of tensors.
     if case.total >= GIGABYTE or (case.workload == "pass" and case.count >= 1000):
         return (2, 1) if quick else (8, 1)

@@ -12,8 +12,8 @@ from typing import Any
 
 import ray
 
-from raylane.bench import measure
-from raylane.bench.weights_cases import COPIED, MAPPED, RAYLANE, STORE, Case, goals, grouped, rounds_of
+from raylane.bench import goals, measure, weights_cases
+from raylane.bench.weights_cases import COPIED, MAPPED, RAYLANE, STORE, Case, grouped, rounds_of
 from raylane.bench.weights_contenders import Contender, forget_peak, start, unavailable
 
 WARM_UPS = 3
@@ -99,5 +99,5 @@ def _of_raylane(contender: Contender, before: dict[str, dict[str, int]]) -> dict
 
 def table(records: Sequence[dict[str, Any]]) -> str:
     """Return the records as text, and the goals with what was reached."""
-    lines = [measure.table(records, {"x store": (STORE, "p50")}), "", "goals", *map(str, goals(records))]
-    return "\n".join(lines)
+    table = measure.table(records, {"x store": (STORE, "p50")})
+    return "\n".join([table, *goals.lines(weights_cases.goals(records))])

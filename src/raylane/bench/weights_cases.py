@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from raylane.bench import measure
+from raylane.bench.goals import Goal
 
 RAYLANE, MEMCPY, STORE, NUMPY = "raylane", "memcpy", "ray:object_store", "ray:numpy"
 RANKS = 2
@@ -117,28 +118,6 @@ def rounds_of(group: Sequence[Case], *, quick: bool) -> int:
     if group[0].nbytes > 500_000_000:
         return 2 if quick else 10
     return 3 if quick else 20 if group[0].workload == MOVED else 40
-
-
-class Goal(NamedTuple):
-    """A figure of a case with its limit."""
-
-    case: str
-    text: str
-    value: float
-    limit: float
-    unit: str
-    at_least: bool = False
-    """True if the limit is the least value, False if it is the largest."""
-
-    @property
-    def reached(self) -> bool:
-        """True if the goal is reached."""
-        return self.value >= self.limit if self.at_least else self.value <= self.limit
-
-    def __str__(self) -> str:
-        bound = "at least" if self.at_least else "at most"
-        verdict = "reached" if self.reached else "missed"
-        return f"{self.case:20}{self.text:52}{self.value:9.2f} {self.unit:3}{bound:>9} {self.limit:g}  {verdict}"
 
 
 def goals(records: Sequence[Mapping[str, Any]]) -> list[Goal]:
