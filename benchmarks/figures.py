@@ -207,7 +207,7 @@ def collectives() -> str:
     for case in runs.cases("allreduce-.*"):
         cells = [f"{runs.times(case, name)}, CPU {time(runs.get(case, name, CPU))}" for name in names]
         rows.append([case.rpartition("-")[2], *cells])
-    return table(["actors", "raylane", "raylane, `transport=\"gloo\"`", "in method (gloo)", "Ray's graph"], rows)
+    return table(["actors", "raylane", 'raylane, `transport="gloo"`', "in method (gloo)", "Ray's graph"], rows)
 
 
 def graph_more() -> str:
