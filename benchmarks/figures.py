@@ -120,7 +120,8 @@ def overview() -> str:
     ]
     return "\n".join(
         [
-            f"Measured on CPU: {graph.origin()}. Medians, and\nthe range over the runs. "
+            f"Measured on a VM with 2 cores, on CPU: transfers {transfer.number()}; graphs {graph.number()};\n"
+            f"fine-tuning {sft.number()}. Medians, and the range over the runs. "
             "[All figures, with missed targets](docs/reference/figures.md).",
             "",
             table(["what", "raylane", "stock Ray", "factor"], rows),

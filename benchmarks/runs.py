@@ -80,12 +80,15 @@ class Runs:
         of_each_run = [goals_of(list(records.values())) for records in self.records]
         return [list(same) for same in zip(*of_each_run, strict=True)]
 
+    def number(self) -> str:
+        """Return the date, and how many runs there are."""
+        return f"{self.date}, {'one run' if len(self._reports) == 1 else f'{len(self._reports)} runs'}"
+
     def origin(self) -> str:
         """Return when, how often and on what was measured."""
         machine, versions = self._reports[0]["machine"], self._reports[0]["versions"]
-        count = "one run" if len(self._reports) == 1 else f"{len(self._reports)} runs"
         return (
-            f"{self.date}, {count}, {machine['cores']} cores ({machine['cpu']}), "
+            f"{self.number()}, {machine['cores']} cores ({machine['cpu']}), "
             f"Linux {machine['kernel'].partition('-')[0]}, CPython {versions['python']}, Ray {versions['ray']}, torch "
             f"{versions['torch'].partition('+')[0]}"
         )
