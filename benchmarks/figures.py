@@ -14,7 +14,7 @@ from benchmarks.runs import ROOT, Runs, factor, goal_table, table, time
 from raylane.bench import goals, graph_cases, rl_cases, sft_cases, transfer_cases, weights_cases
 from raylane.bench.goals import CPU
 from raylane.bench.graph_cases import BESIDE, BLOCKING, CALLS, COMPILED, RAYLANE, WAKE_UPS
-from raylane.bench.transfer_cases import BASELINE, OURS, RDT
+from raylane.bench.transfer_cases import BASELINE, OURS, OWN_COPY, OWN_MEMORY, RDT
 
 PAGES = ("README.md", "docs/index.md", "docs/reference/figures.md")
 CONTENDERS = {
@@ -52,9 +52,11 @@ PATTERNS = {
     "compile-8": "compile and tear down a graph of 8 running actors",
 }
 """Cases of the table of graphs, and their rows."""
+SIZES = r"\d+(B|KB|MB|GB)(-new|-mapped)?|small-.*"
+"""Pattern of the cases of transfers that are sizes: those of the table of transfers."""
 BARE = {
-    "own-memory": "own memory",
-    "own-copy": "own copy",
+    OWN_MEMORY: "own memory",
+    OWN_COPY: "own copy",
     "memcpy": "memcpy",
     "nixl:raw": "NIXL",
     "socket:raw": "socket",
@@ -139,7 +141,7 @@ def transfers() -> str:
     """Return the table of transfers, by size of the tensor."""
     runs = Runs("transfer")
     rows = []
-    for case in runs.cases(r"(\d+(B|KB|MB|GB)(-new|-mapped)?|small-.*)"):
+    for case in runs.cases(SIZES):
         best = min(RDT, key=lambda name: runs.get(case, name))
         over = [factor(runs.ratio(case, name, OURS)) for name in (BASELINE, best)]
         rows.append([case, *(runs.times(case, name) for name in CONTENDERS), *over])
@@ -158,7 +160,7 @@ def transfer_others() -> str:
     names = CONTENDERS | {"ray:plain": "plain call"} | BARE
     rows = []
     for case, contender in runs.of_all:
-        alone = not re.fullmatch(r"\d+(B|KB|MB|GB)(-new|-mapped)?|small-.*", case)
+        alone = not re.fullmatch(SIZES, case)
         if alone or contender in BARE:
             rows.append([case, names[contender], runs.times(case, contender), time(runs.get(case, contender, CPU))])
     return table(["case", "contender", "p50 / p99", "CPU of one call, all processes"], rows)

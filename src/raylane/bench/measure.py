@@ -22,6 +22,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from raylane.bench.goals import CPU, P50, figure
+
 QUANTILES = {"p50_us": 0.5, "p90_us": 0.9, "p99_us": 0.99}
 QUIET_S = 5e-3
 """Time in seconds between the last call and SIGSTOP."""
@@ -208,7 +210,7 @@ def _ratio(value: float, base: float) -> str:
 
 def _figures(row: Mapping[str, Any]) -> dict[str, float]:
     """Return the microseconds of the median call, and of CPU time per call."""
-    return {"p50": row["p50_us"], "cpu": row["cpu_s"] / row["n"] * 1e6}
+    return {"p50": figure(row, P50), "cpu": figure(row, CPU)}
 
 
 def time_text(us: float) -> str:

@@ -21,17 +21,9 @@ _LARGEST_IN_REPLY = ("96KB", "150KB")
 """Sizes below and above the largest tensor that travels inside Ray's reply."""
 GIGABYTE = 1_000_000_000
 MIB_64 = 64 << 20
-PASS = (
-    "raylane:auto",
-    "raylane:tcp",
-    "raylane:gloo",
-    "raylane:nixl",
-    BASELINE,
-    "ray:rdt-gloo",
-    "ray:rdt-nixl",
-)
 OURS = "raylane:auto"
 RDT = ("ray:rdt-gloo", "ray:rdt-nixl")
+PASS = (OURS, "raylane:tcp", "raylane:gloo", "raylane:nixl", BASELINE, *RDT)
 OWN_MEMORY, OWN_COPY = "own-memory", "own-copy"
 """The same two calls without a transfer: the consumer sums a tensor of its own, or copies that first."""
 COPIED = (*PASS, OWN_COPY)

@@ -170,10 +170,9 @@ def region_at(address: int) -> Region | None:
 def totals() -> tuple[int, int]:
     """Return the bytes of all regions of this process, and of those that other processes read at present."""
     with _lock:
-        regions = list(_regions.values())
-    return sum(region.end - region.start for region in regions), sum(
-        region.end - region.start for region in regions if region.is_read
-    )
+        regions = list(_regions.values())  # a copy: a finalizer in this thread may change the dict
+    sizes = [(region.end - region.start, region.is_read) for region in regions]
+    return sum(nbytes for nbytes, _ in sizes), sum(nbytes for nbytes, is_read in sizes if is_read)
 
 
 class _PyBuffer(ctypes.Structure):

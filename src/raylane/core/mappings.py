@@ -110,7 +110,7 @@ class Mappings:
             self._idle.append(self._returned.popleft())
             # Counted here, not by the finalizer, which must not wait for the lock.
             self._used_bytes -= len(self._idle[-1].memory)
-        while len(self._idle) > MOST_IDLE or sum(len(idle.memory) for idle in self._idle) > self._max_idle_bytes:
+        while len(self._idle) > MOST_IDLE or self._idle_bytes() > self._max_idle_bytes:
             del self._idle[0]
 
     def trim(self) -> float | None:
@@ -128,7 +128,10 @@ class Mappings:
         """Return the bytes that are in use (USED_BYTES), and those of idle mappings (IDLE_BYTES)."""
         with self._lock:
             self._take_back()
-            return {USED_BYTES: self._used_bytes, IDLE_BYTES: sum(len(idle.memory) for idle in self._idle)}
+            return {USED_BYTES: self._used_bytes, IDLE_BYTES: self._idle_bytes()}
+
+    def _idle_bytes(self) -> int:
+        return sum(len(idle.memory) for idle in self._idle)
 
     def close(self) -> None:
         """End the thread and drop idle mappings. Arrays stay valid."""

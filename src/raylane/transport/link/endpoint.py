@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from raylane import _ray
-from raylane.core import mappings, place, vm
+from raylane.core import handover, mappings, place, vm
 from raylane.core.daemon_pool import MAX_FETCHES, FetchPool
 from raylane.core.deadline import Deadline
 from raylane.core.environment import bytes_in
@@ -187,6 +187,7 @@ class Endpoint:
             most,
             budget=self.budget.limit,
             waiting=self.budget.waiting,
+            regions=handover.totals(),
             mapped=(counters.get(mappings.USED_BYTES, 0), counters.get(mappings.IDLE_BYTES, 0)),
         )
 

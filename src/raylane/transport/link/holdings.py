@@ -1,4 +1,4 @@
-"""Answer of a process to the question what it holds (`wire.HoldingsQuery`)."""
+"""Answer of a process to the question what it holds (`wire.HoldingsQuery`). Pure, apart from reading the clock."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import heapq
 import time
 from typing import TYPE_CHECKING
 
-from raylane.core import handover
 from raylane.transport.hold.store import Entry, Store
 from raylane.transport.link import wire
 
@@ -29,14 +28,15 @@ def holdings(
     *,
     budget: int | None,
     waiting: int,
+    regions: tuple[int, int] = (0, 0),
     mapped: tuple[int, int] = (0, 0),
 ) -> wire.Holdings:
     """Return what this process holds, with its `most` largest and `most` oldest values (MOST_VALUES in all).
 
-    `budget` is the limit of the store in bytes, and `waiting` the number of publications that wait for room; `mapped`
-    are the bytes of other processes that this one has mapped, in use and idle.
+    `budget` is the limit of the store in bytes, and `waiting` the number of publications that wait for room; `regions`
+    are the bytes in memory of `raylane.empty`, all and those that other processes read; `mapped` the bytes of other
+    processes that this one has mapped, in use and idle.
     """
-    region_bytes, region_read_bytes = handover.totals()
     pool.reclaim()
     entries = store.entries()
     actors = {} if keeper is None else keeper.kept()
@@ -54,8 +54,8 @@ def holdings(
             wire.Kept(actor.hex(), [(name[:64], n) for name, n in list(refs.items())[:_MOST_METHODS]], ended)
             for actor, (refs, ended) in list(actors.items())[:_MOST_ACTORS]
         ],
-        region_bytes=region_bytes,
-        region_read_bytes=region_read_bytes,
+        region_bytes=regions[0],
+        region_read_bytes=regions[1],
         mapped_bytes=mapped[0],
         mapped_idle_bytes=mapped[1],
     )
