@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from raylane.bench import transfer
 from raylane.bench.transfer_cases import cases, grouped
 
 FIELDS = {"case", "contender", "n", "p50_us", "p90_us", "p99_us", "min_us", "first_us", "cpu_s"}
@@ -24,6 +26,9 @@ def test_cases() -> None:
         "submit-starting",
     } <= set(names)
     assert [case.name for case in cases(large=True, only="1GB,tcp-1GB")] == ["1GB", "tcp-1GB"]
+    on_gpus = cases(large=True, only=None, cuda=True)
+    assert all(case.cuda for case in on_gpus)
+    assert {"4KB-cuda", "1MB-cuda-new", "1GB-cuda"} <= {case.name for case in on_gpus}
     with pytest.raises(ValueError, match="unknown cases 2GB; the cases are 4B"):
         cases(large=False, only="2GB")
 
@@ -37,9 +42,14 @@ def test_groups_share_actors_only_where_they_can() -> None:
     )
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_cuda_cases_need_a_gpu() -> None:
+    with pytest.raises(SystemExit, match="--cuda needs a GPU that torch can use"):
+        transfer.run(cases(large=False, only="4KB-cuda", cuda=True), quick=True)
+
+
 @pytest.mark.processes  # matplotlib asks another program for its fonts on the first run of a machine
 def test_picture_has_a_line_for_each_contender(tmp_path: Path) -> None:
-    transfer = pytest.importorskip("raylane.bench.transfer")
     pytest.importorskip("matplotlib")
     record = {"contender": "raylane:auto", "p50_us": 10.0}
     transfer.draw([record | {"case": "4B"}, record | {"case": "1MB"}, record | {"case": "1MB-new"}], tmp_path / "a.png")

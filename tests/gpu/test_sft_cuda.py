@@ -1,4 +1,4 @@
-"""Fine-tuning on a GPU: the loop over micro-batches waits for nothing, and a step takes the planned memory."""
+"""Fine-tuning on a GPU: the losses of the CPU, no waiting in the loop over micro-batches, and the planned memory."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ from typing import Any
 import pytest
 import torch
 
+from raylane.sft.run import trainer
+from raylane.training.model.attention import PackedRows, attend
 from raylane.training.model.loss import CrossEntropy
+from raylane.training.report.metrics import read_metrics
 from raylane.training.run import step
-from raylane.training.run.micro_batches import on_device
+from raylane.training.run.micro_batches import division, on_device
 from raylane.workers.batch import BatchDict
 from sft import measuring, ranks, tiny_run
 from sft.measuring import D
+from sft.test_attention import dense
 
 pytestmark = [
     pytest.mark.gpu,
@@ -64,6 +68,7 @@ def release(worker: Any) -> None:
     gc.collect()
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.usefixtures("sync_is_an_error")
 def test_micro_batches_do_not_wait_for_the_gpu(folder: Path, worker: Any, name: str) -> None:
@@ -73,10 +78,47 @@ def test_micro_batches_do_not_wait_for_the_gpu(folder: Path, worker: Any, name: 
     counts = step.count(batch, worker.device, worker.mesh.dims)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
-    total = step._backward_each(worker.model, batch, 1, CrossEntropy(256), counts, worker.device, False)
+    how = division(worker.config.policy)
+    total = step._backward_each(worker.model, batch, how, CrossEntropy(256), counts, worker.device, False)
     torch.cuda.set_sync_debug_mode("default")
     worker.optimizer.zero_grad(set_to_none=True)
     assert float(total[0]) > 0
+
+
+@pytest.mark.parametrize("window", [None, 1, 30, 400])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_equals_a_dense_mask(window: int | None, kv_heads: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    lengths = [50, 1, 150, 55]
+    inputs = [torch.randn(1, heads, 256, 32, requires_grad=True) for heads in (4, kv_heads, kv_heads)]
+    on_gpu = [x.detach().to("cuda", dtype).requires_grad_() for x in inputs]
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    ours, _ = attend(None, *on_gpu, None, sliding_window=window, packed_rows=PackedRows.of(positions))
+    wanted = dense(*inputs, lengths, window)
+    limits = {"atol": 3e-2, "rtol": 3e-2} if dtype == torch.bfloat16 else {"atol": 1e-4, "rtol": 1e-4}
+    torch.testing.assert_close(ours.float().cpu(), wanted, **limits)
+    mine, theirs = torch.autograd.grad(ours.sum(), on_gpu), torch.autograd.grad(wanted.sum(), inputs)
+    for one, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one.float().cpu(), other, **limits)
+
+
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize("sharded", ["never", "always"])
+def test_run_has_the_losses_of_plain_torch_on_the_cpu(folder: Path, sharded: str) -> None:
+    changes = {
+        "cluster.gpus_per_node": 1,
+        D + "shard_parameters": sharded,
+        "checkpointing.checkpoint_dir": str(folder / sharded / "saved"),
+        "logger.log_dir": str(folder / sharded),
+        "sft.val_at_end": True,
+    }
+    config = tiny_run.config_of(folder, changes)
+    result = trainer.run(config)
+    losses = [line["train:loss"] for line in read_metrics(folder / sharded / "metrics.jsonl") if "train:loss" in line]
+    assert losses == pytest.approx(tiny_run.reference_losses(config, tiny_run.prepared_in(folder), 8), abs=1e-3)
+    assert (result.steps, result.stopped) == (8, False)
+    assert result.hf_dir is not None
 
 
 def test_batches_arrive_unchanged_from_the_copying_stream(worker: Any) -> None:

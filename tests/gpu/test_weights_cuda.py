@@ -1,4 +1,4 @@
-"""Weights that trainers on a GPU publish and readers on a GPU take. Written without a GPU at hand, and never run."""
+"""Weights that trainers on a GPU publish and readers on a GPU take."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
     pytest.mark.usefixtures("cluster"),
 ]
-SLEEP_CYCLES = 500_000_000
-"""Work for a GPU that takes some tenths of a second."""
+SLEEP_CYCLES = 4_000_000_000
+"""Work for a GPU that takes about two seconds."""
+KEEP = 2
 
 
 @pytest.fixture
@@ -41,16 +42,20 @@ def test_versions_reach_readers_on_gpu_and_host(trained: dict[str, torch.Tensor]
 
 
 def test_publication_waits_for_work_queued_before_and_not_after(trained: dict[str, torch.Tensor]) -> None:
-    publisher = weights.Publisher("policy", trained)
+    publisher = weights.Publisher("policy", trained, keep=KEEP)
     read = {name: tensor.cpu() for name, tensor in trained.items()}
     subscriber = weights.Subscriber("policy", read)
+    for step in range(1, KEEP + 1):  # page-locks all slots, which waits for the device
+        publisher.publish(step)
     torch.cuda._sleep(SLEEP_CYCLES)
     trained["w"].fill_(5)
-    published = publisher.publish_async(1)
+    published = publisher.publish_async(KEEP + 1)
     torch.cuda._sleep(SLEEP_CYCLES)  # the next step
     done = torch.cuda.current_stream().record_event()
     published.result(60)
-    assert not done.query(), "the publication has waited for the next step"
+    has_waited = done.query()
+    publisher.close()
+    assert not has_waited, "the publication has waited for the next step"
     trained["w"].fill_(6)
     subscriber.update()
     assert bool(read["w"].eq(5).all())

@@ -149,6 +149,17 @@ def test_forecast_falls_with_each_memory_saving_option(tmp_path: Path) -> None:
     assert memory(tmp_path, policy=offloaded, cluster={"gpus_per_node": 1}).optimizer == 0
 
 
+def test_forecast_has_all_heads_of_keys_for_float32_on_gpus(tmp_path: Path) -> None:
+    """CUDA's fused kernel for float32 takes no shared key heads."""
+    on_cpus, on_gpus = (
+        memory(tmp_path, policy={"precision": "float32"}, cluster={"gpus_per_node": gpus}).activations
+        for gpus in (0, 1)
+    )
+    shared = (SHAPE.num_attention_heads - SHAPE.num_key_value_heads) * SHAPE.head_dim
+    tokens = config(tmp_path).policy.micro_batch_tokens
+    assert on_gpus - on_cpus == 4 * 2 * shared * SHAPE.num_layers * tokens
+
+
 def test_forecast_falls_with_each_axis(tmp_path: Path) -> None:
     """Two workers on any axis but that of copies hold half of what the axis divides."""
     base = memory(tmp_path, policy={"precision": "bfloat16", "train_global_batch_size": 4})

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+import torch
 
 from raylane.bench import goals, measure, transfer_cases
 from raylane.bench.transfer_cases import BASELINE, PASS, SIZES, Case, blocks_of, grouped
@@ -17,7 +18,12 @@ from raylane.bench.transfer_contenders import Contender, start, unavailable
 
 
 def run(selected: Sequence[Case], *, quick: bool) -> list[dict[str, Any]]:
-    """Start Ray, run every case, and shut Ray down; return one record per case and contender."""
+    """Start Ray, run every case, and shut Ray down; return one record per case and contender.
+
+    SystemExit if a case needs a GPU that this machine does not have.
+    """
+    if any(case.cuda for case in selected) and not torch.cuda.is_available():
+        raise SystemExit("raylane bench: --cuda needs a GPU that torch can use (torch.cuda.is_available() is False)")
     ray.init(include_dashboard=False, log_to_driver=False, logging_level="warning")
     try:
         records = [record for group in grouped(selected) for record in _run_group(group, quick=quick)]

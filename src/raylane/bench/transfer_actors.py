@@ -19,24 +19,26 @@ import raylane
 from raylane.bench import measure
 
 
-def ones(nbytes: int, count: int) -> Any:
+def ones(nbytes: int, count: int, device: str) -> Any:
     """Return one tensor of ones, or a list of `count` tensors."""
-    return torch.ones(nbytes // 4) if count == 1 else [torch.ones(nbytes // 4) for _ in range(count)]
+    tensors = [torch.ones(nbytes // 4, device=device) for _ in range(count)]
+    return tensors[0] if count == 1 else tensors
 
 
 def producer_class(decorate: Callable[[Any], Any]) -> Any:
     """Return a producer class whose methods have the decorator of one transport."""
 
     class Producer:
-        def __init__(self, start_s: float = 0.0) -> None:
+        def __init__(self, device: str = "cpu", start_s: float = 0.0) -> None:
             time.sleep(start_s)
+            self.device = device
             self.held_tensors: Any = None
 
         def pid(self) -> int:
             return os.getpid()
 
         def hold(self, nbytes: int, count: int, mapped: bool = False) -> None:
-            tensors = ones(nbytes, count) if nbytes else None
+            tensors = ones(nbytes, count, self.device) if nbytes else None
             self.held_tensors = raylane.to_shared(tensors) if mapped else tensors
 
         @decorate
@@ -45,7 +47,7 @@ def producer_class(decorate: Callable[[Any], Any]) -> Any:
 
         @decorate
         def fresh(self, nbytes: int, count: int) -> Any:
-            return ones(nbytes, count)
+            return ones(nbytes, count, self.device)
 
         @raylane.method(snapshot=True)
         def snapshot(self) -> Any:
@@ -56,6 +58,9 @@ def producer_class(decorate: Callable[[Any], Any]) -> Any:
 
 class Consumer:
     """Actor that takes values as arguments, or reads them itself."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        self.device = device
 
     def pid(self) -> int:
         """Return the process ID."""
@@ -69,7 +74,7 @@ class Consumer:
 
     def hold(self, nbytes: int) -> None:
         """Keep a tensor of ones, and memory for a copy."""
-        self.own_tensor, self.own_copy = ones(nbytes, 1), ones(nbytes, 1)
+        self.own_tensor, self.own_copy = ones(nbytes, 1, self.device), ones(nbytes, 1, self.device)
 
     def total_of_own(self, _: Any, copied: bool) -> float:
         """Sum the tensor of this process, or a copy that is made of it now."""

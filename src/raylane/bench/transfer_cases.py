@@ -29,6 +29,8 @@ OWN_MEMORY, OWN_COPY = "own-memory", "own-copy"
 COPIED = (*PASS, OWN_COPY)
 MAPPED = (OURS, BASELINE, *RDT, OWN_MEMORY)
 GET = (OURS, BASELINE, "ray:rdt-nixl", "memcpy")
+CUDA = (OURS, "raylane:host", "raylane:nixl", BASELINE, "ray:rdt-cuda_ipc", "ray:rdt-nixl", OWN_MEMORY)
+"""Between processes on one GPU; NCCL refuses these."""
 
 _STORE, _RDT = "faster than the object store", "faster than the better RDT"
 _SMALL = ("4B", "4B-new", "4KB", "4KB-new")
@@ -91,6 +93,8 @@ class Case:
     """True if raylane's producer keeps the tensor in memory of `raylane.empty`."""
     starting: bool = False
     """True if the actor is still starting."""
+    cuda: bool = False
+    """True if the tensors lie on a GPU, which the actors share."""
 
     @property
     def total(self) -> int:
@@ -122,17 +126,32 @@ def _known(*, large: bool) -> dict[str, Case]:
     return cases_by_name | {case.name: case for case in more}
 
 
-def cases(*, large: bool, only: str | None) -> list[Case]:
-    """Return the cases to run. ValueError names unknown cases and the known ones."""
+def _known_on_gpus(*, large: bool) -> dict[str, Case]:
+    sizes = {name: SIZES[name] for name in ("4KB", "1MB", "100MB")} | ({"1GB": GIGABYTE} if large else {})
+    known = []
+    for size, nbytes in sizes.items():
+        known.append(Case(f"{size}-cuda", "pass", nbytes, CUDA, cuda=True))
+        without_own = tuple(name for name in CUDA if name != OWN_MEMORY)
+        known.append(Case(f"{size}-cuda-new", "pass", nbytes, without_own, fresh=True, cuda=True))
+    return {case.name: case for case in known}
+
+
+def cases(*, large: bool, only: str | None, cuda: bool = False) -> list[Case]:
+    """Return the cases to run: those of CPU tensors, or those of CUDA tensors.
+
+    ValueError names unknown cases and the known ones.
+    """
+    if cuda:
+        return measure.choose(_known_on_gpus(large=large), only, "" if large else " (1GB with --large)")
     return measure.choose(_known(large=large), only, "" if large else " (1GB and tcp-1GB with --large)")
 
 
 def grouped(selected: Sequence[Case]) -> list[list[Case]]:
     """Return the cases in groups that use the same actors."""
-    groups: dict[tuple[str, int, bool, tuple[str, ...]], list[Case]] = {}
+    groups: dict[tuple[str, int, bool, bool, tuple[str, ...]], list[Case]] = {}
     for case in selected:
         readers = case.count if case.workload == "fanout" else 1
-        groups.setdefault((case.workload, readers, case.starting, case.contenders), []).append(case)
+        groups.setdefault((case.workload, readers, case.starting, case.cuda, case.contenders), []).append(case)
     return list(groups.values())
 
 
@@ -144,5 +163,6 @@ def blocks_of(case: Case, *, quick: bool) -> tuple[int, int]:
     if case.total >= GIGABYTE or (case.workload == "pass" and case.count >= 1000):
         return (2, 1) if quick else (8, 1)
     if case.total >= 10_000_000:
-        return (3, 1) if quick else (20, 2)
+        # Ray's object store takes about a second for 100 MB of a GPU.
+        return (3, 1) if quick else (10, 1) if case.cuda else (20, 2)
     return (4, 5) if quick else (30, 10)

@@ -16,6 +16,8 @@ from raylane.transport.api import method
 
 SUBMITS = 20
 """Calls whose submission is one sample."""
+GPU_PART = 0.05
+"""Part of the GPU that each actor gets: all share it."""
 START_S = 1.0
 """Time that an actor needs to start where the case measures calls of a starting actor."""
 
@@ -32,6 +34,7 @@ class Contender:
 
     def __init__(self, name: str, case: Case) -> None:
         self.name = name
+        self.device = "cuda" if case.cuda else "cpu"
         self.actors: list[Any] = []
         self.pids: list[int] = []
         self.start(case)
@@ -55,7 +58,7 @@ class Contender:
 
     def actor(self, cls: Any, *args: Any) -> Any:
         """Start an actor with the options that the transport needs."""
-        options: dict[str, Any] = {"num_cpus": 0}
+        options: dict[str, Any] = {"num_cpus": 0, "num_gpus": GPU_PART if self.device == "cuda" else 0}
         if ":rdt" in self.name:  # raylane and the object store use ordinary actors
             options["enable_tensor_transport"] = True
         handle = ray.remote(**options)(cls).remote(*args)
@@ -78,9 +81,9 @@ class Pass(Contender):
 
     def start(self, case: Case) -> None:
         """Start a producer and as many consumers as the case has readers."""
-        self.producer = self.actor(producer_class(_decorator(self.name)))
+        self.producer = self.actor(producer_class(_decorator(self.name)), self.device)
         readers = case.count if case.workload == "fanout" else 1
-        self.consumers = [self.actor(Consumer) for _ in range(readers)]
+        self.consumers = [self.actor(Consumer, self.device) for _ in range(readers)]
         if self.name == "ray:rdt-gloo":
             from ray.experimental.collective import create_collective_group
 
@@ -206,7 +209,7 @@ class Submit(Contender):
         """Return the mean microseconds of one `.remote()`, for each sample of SUBMITS calls."""
         means = []
         for _ in range(count):
-            producer = ray.remote(num_cpus=0)(self.cls).remote(START_S) if case.starting else self.producer
+            producer = ray.remote(num_cpus=0)(self.cls).remote(start_s=START_S) if case.starting else self.producer
             try:
                 began = time.perf_counter()
                 refs = [producer.held.remote() for _ in range(SUBMITS)]

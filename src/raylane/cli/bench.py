@@ -22,10 +22,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     notes = (
         f"cases: {', '.join(case.name for case in transfer_cases.cases(large=True, only=None))}\n"
+        f"with --cuda: {', '.join(case.name for case in transfer_cases.cases(large=True, only=None, cuda=True))}\n"
         "Contenders with NIXL take part if it is installed (pip install 'raylane[nixl]')."
     )
     transfer = commands.add_parser("transfer", help=summary, **describe(summary, *examples, notes=notes))
     transfer.add_argument("--large", action="store_true", help="include 1 GB tensors (needs about 12 GB of memory)")
+    transfer.add_argument("--cuda", action="store_true", help="move CUDA tensors between processes on one GPU instead")
     transfer.add_argument("--plot", type=Path, metavar="FILE", help="draw size against time (PNG; needs matplotlib)")
     summary = "calls through compiled graphs, one at a time and several in flight"
     examples = ("raylane bench graph --only echo,chain-4", "raylane bench graph --quick --json graph.json")
@@ -58,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the chosen benchmark, print its table and write the report. Return the exit status."""
     choose: dict[str, Callable[[], list[Any]]] = {
-        "transfer": lambda: transfer_cases.cases(large=args.large, only=args.only),
+        "transfer": lambda: transfer_cases.cases(large=args.large, only=args.only, cuda=args.cuda),
         "graph": lambda: graph_cases.cases(args.only),
         "sft": lambda: sft_cases.cases(args.only),
         "weights": lambda: weights_cases.cases(large=args.large, only=args.only),

@@ -20,8 +20,9 @@ tokens in a row, t = T / cp, N = heads, D = size of a head.
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -216,7 +217,7 @@ def attend(
     key, value = packed_rows.gather(key, value)
     half = query.dtype in (torch.bfloat16, torch.float16)
     # torch's kernel for rows of several lengths (FlashAttention) knows neither dropout nor explicit scores.
-    if query.is_cuda and half and not scoring.dropout and not scoring.explicit:
+    if query.is_cuda and half and not scoring.dropout and not scoring.explicit and _varlen_attn() is not None:
         return _varlen(query, key, value, packed_rows, scale, sliding_window), None
     lengths, of_rows = packed_rows.lengths, packed_rows.pieces
     if packed_rows.alike:
@@ -252,10 +253,14 @@ def _one_piece(query: Tensor, key: Tensor, value: Tensor, scoring: _Scoring) -> 
         mask = places[None] <= query_places
         if window is not None:
             mask &= places[None] > query_places - window
+    grouped = key.shape[1] != query.shape[1]
+    if grouped and (scoring.explicit or query.is_cuda):
+        # For float32, and for masks, CUDA has a fused kernel only for as many key heads as query heads. torch would
+        # compute all scores [N, q, k] and keep them (2.11).
+        repeats = query.shape[1] // key.shape[1]
+        key, value, grouped = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1), False
     if scoring.explicit:
         # Soft-capped scores or sinks: the scores [N, q, k] are whole in memory.
-        repeats = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
         scores = query @ key.transpose(2, 3) * scoring.scale
         if scoring.softcap is not None:
             scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
@@ -267,8 +272,7 @@ def _one_piece(query: Tensor, key: Tensor, value: Tensor, scoring: _Scoring) -> 
         weights = F.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
         # The sink takes its share of the weights and adds nothing.
         return F.dropout(weights[..., :k], scoring.dropout) @ value
-    # Fewer key heads than query heads: the kernel repeats them without a copy.
-    grouped = key.shape[1] != query.shape[1]
+    # Fewer key heads than query heads: on CPUs the kernel repeats them without a copy.
     out: Tensor = F.scaled_dot_product_attention(
         query,
         key,
@@ -282,10 +286,26 @@ def _one_piece(query: Tensor, key: Tensor, value: Tensor, scoring: _Scoring) -> 
     return out
 
 
+@functools.cache
+def _varlen_attn() -> Callable[..., Any] | None:
+    """Return torch's kernel for rows of several lengths; None if this torch has none (2.9), or none for windows (2.10).
+
+    It is called with as few key heads as the model has, which 2.12 wants to be told and 2.11 takes without a word.
+    """
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    known = inspect.signature(varlen_attn).parameters
+    if "window_size" not in known:
+        return None
+    return functools.partial(varlen_attn, enable_gqa=True) if "enable_gqa" in known else varlen_attn
+
+
 def _varlen(query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, scale: float, window: int | None) -> Tensor:
     """Return the output [B, t, N, D] with one kernel for all pieces of the micro-batch."""
-    from torch.nn.attention.varlen import varlen_attn
-
+    kernel = _varlen_attn()
+    assert kernel is not None
     taken, query_edges, key_edges = [], [0], [0]
     for row, (lengths, of_row) in enumerate(zip(rows.lengths, rows.pieces, strict=True)):
         # Places of the documents in the row, whose keys are all here.
@@ -299,7 +319,7 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, scale: 
     index = torch.cat(taken).pin_memory().to(query.device, non_blocking=True)
     edges = torch.tensor([query_edges, key_edges], dtype=torch.int32).pin_memory().to(query.device, non_blocking=True)
     flat = [x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3]) for x in (query, key, value)]
-    out = varlen_attn(
+    out = kernel(
         flat[0],
         flat[1].index_select(0, index),
         flat[2].index_select(0, index),
@@ -309,7 +329,6 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, scale: 
         max(piece.keys for of_row in rows.pieces for piece in of_row),
         scale=scale,
         window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=key.shape[1] != query.shape[1],
     )
     assert isinstance(out, Tensor)
     return out.view(query.shape[0], query.shape[2], *out.shape[1:])

@@ -158,8 +158,11 @@ class _Worker:
         # With context parallelism every worker has the keys of whole rows.
         keys = shape.num_key_value_heads * shape.head_dim * cp // tp
         # torch's varlen kernel writes its result where the projection reads it; the other kernels need one more copy.
-        varlen = config.cluster.gpus_per_node > 0 and size == 2
-        attention = size * ((2 if varlen else 3) * queries + 2 * keys) + 4 * shape.num_attention_heads // tp
+        on_gpu = config.cluster.gpus_per_node > 0
+        varlen = on_gpu and size == 2
+        # The other kernels of CUDA take as many key heads as query heads.
+        attended_keys = queries * cp if on_gpu and not varlen else keys
+        attention = size * ((2 if varlen else 3) * queries + 2 * attended_keys) + 4 * shape.num_attention_heads // tp
         if shape.has_head_norms:
             attention += (4 + size) * (queries + keys // cp)
         mlp = shape.intermediate_size // tp

@@ -1,0 +1,32 @@
+"""GRPO with the trainer or the engines on a GPU, and the others on CPUs: weights cross between the two."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.rl import tiny
+
+from raylane.rl import trainer
+from raylane.training.report.metrics import read_metrics
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
+    pytest.mark.usefixtures("cluster"),
+]
+PLACES: dict[str, dict[str, Any]] = {"trainer": {"cluster.gpus_per_node": 1}, "engines": {"rollout.gpus": 0.5}}
+
+
+@pytest.mark.parametrize("on_gpu", PLACES)
+def test_run_ends_with_the_policy_of_the_trainer(tmp_path: Path, on_gpu: str) -> None:
+    tiny.write_model(tmp_path)
+    config = tiny.config_of(tmp_path, PLACES[on_gpu])
+    result = trainer.run(config)
+    assert (result.steps, result.stopped) == (4, False)
+    records = [line for line in read_metrics(Path(config.logger.log_dir) / "metrics.jsonl") if "train:loss" in line]
+    assert len(records) == 4
+    # The weights that sampled are those that are trained: their log-probabilities differ by rounding only.
+    assert all(abs(line["train:sampling_kl"]) < 1e-4 for line in records)
