@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from raylane.cli.doctor import Finding, healthy, report
+from raylane.transport.backends.registry import backends
 
 
 @pytest.mark.processes
@@ -33,6 +34,12 @@ def test_one_pair_without_a_direct_way_is_unhealthy() -> None:
     assert "NOT healthy" in report([good, *bad])
     assert "tcp            from b to a: blocked" in report(bad)
     assert "What to do: allow TCP connections between these hosts" in report(bad)
+
+
+def test_every_transport_has_advice_of_its_own() -> None:
+    text = report([Finding("a", "b", name, "broken") for name in backends()])
+    assert "(num_gpus=1)" in text
+    assert "the documentation of the package" not in text
 
 
 def test_report_separates_failures_from_unsupported_pairs() -> None:

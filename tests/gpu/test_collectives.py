@@ -1,4 +1,4 @@
-"""Collectives of graphs over NCCL. Written without a GPU at hand, and never run."""
+"""Collectives of graphs over NCCL."""
 
 from __future__ import annotations
 

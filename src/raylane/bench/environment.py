@@ -16,6 +16,8 @@ from raylane.core.native import NATIVE
 
 def machine() -> dict[str, Any]:
     """Return the hardware, kernel and load of this machine; nothing that identifies its owner."""
+    import torch
+
     with open("/proc/cpuinfo") as file:
         models = {line.partition(":")[2].strip() for line in file if line.startswith("model name")}
     return {
@@ -23,6 +25,7 @@ def machine() -> dict[str, Any]:
         "cpu": ", ".join(sorted(models)) or platform.processor(),
         "architecture": platform.machine(),
         "cores": os.cpu_count(),
+        "gpus": [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())],
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "kernel": platform.release(),
         "load_at_end": os.getloadavg(),

@@ -1,4 +1,4 @@
-"""Copies between devices and slots. CUDA tensors go by page-locked memory, on a stream of their own; never run on one.
+"""Copies between devices and slots. CUDA tensors go by page-locked memory, on a stream of their own.
 
 trainer's stream   ... step ──┬─────── next step ───────────>
 raylane's stream              └─ wait ── copy into the slot ─┘ done: the optimizer may write again

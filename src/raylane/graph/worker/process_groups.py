@@ -17,7 +17,7 @@ members open a new group:
     task                                      --->    run; on an error write it, drop the process group
     result or error                           <---
 
-NCCL is written after torch's documentation and was never run: the machines of this project's tests have no GPU.
+NCCL was run between two processes on one GPU only, which it took for two hosts (`tests/gpu`).
 
 Imports torch, so it is loaded on first use.
 """

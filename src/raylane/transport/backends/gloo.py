@@ -34,6 +34,7 @@ class GlooBackend(ChannelBackend):
         across_hosts=True,
         two_sided=True,
         in_the_clear=True,
+        remedy="nothing if tcp works. For gloo, allow TCP connections between these hosts, on all ports.",
     )
 
     def missing(self) -> str | None:

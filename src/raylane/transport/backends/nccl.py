@@ -1,6 +1,6 @@
 """nccl: CUDA tensors go from GPU to GPU through NCCL; neither process copies them to the host.
 
-Every process needs a GPU of its own. Written without a GPU at hand, and never run on one.
+Every process needs a GPU of its own. Run between two processes on one GPU only, which NCCL took for two hosts.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class NcclBackend(ChannelBackend):
         needs_device=True,
         on_device=True,
         in_the_clear=True,
+        remedy="nothing if cuda_ipc works. For nccl, give each actor a GPU of its own (num_gpus=1).",
     )
 
     def missing(self) -> str | None:

@@ -9,8 +9,8 @@ their own, and a thread waits for its own copies only, never for a whole device.
 
 Freeing needs no event: whoever reads holds the entry, and with it the tensors, until its copy has been waited for.
 
-Written after the documentation of torch 2.13 and CUDA 12. No GPU was at hand, so this has never been run on one
-(`tests/gpu`). Imports torch, so it is loaded on first use.
+Written after the documentation of torch 2.13 and CUDA 12; run on one GPU (`tests/gpu`). Imports torch, so it is loaded
+on first use.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ The source answers Taken with the state of the memory, as in every channel (`cha
 limit in time until then, or until the connection ends, which the end of the reader does: CUDA does not define what a
 mapping shows after its owner has given the memory back to the driver.
 
-Written after the documentation of CUDA 12; never run, because no GPU was at hand (`tests/gpu`).
+Written after the documentation of CUDA 12; run on one GPU, never between two (`tests/gpu`).
 """
 
 from __future__ import annotations
@@ -131,6 +131,7 @@ class CudaIpcBackend(ChannelBackend):
         same_host=True,
         needs_device=True,
         on_device=True,
+        remedy="nothing without CUDA tensors. For them, give both actors a GPU of the same host (num_gpus).",
     )
 
     def open_channel(self, connection: Connection, rank: int, process: Process) -> Channel:

@@ -31,6 +31,7 @@ class NixlBackend(ChannelBackend):
         across_hosts=True,
         on_device=True,
         in_the_clear=True,
+        remedy="nothing if tcp works. For nixl, run pip install 'raylane[nixl]' on every node.",
     )
 
     def missing(self) -> str | None:
