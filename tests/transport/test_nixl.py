@@ -66,6 +66,11 @@ class Source:
             assert ray.get(self.reader.total.remote([ref])) == float(i) * N
             del tensor, ref
             gc.collect()
+            # Ray's callback frees the value, and the reader's answer ends the use of its registration: both on threads.
+            deadline = time.monotonic() + 30
+            while registered := raylane.stats()["nixl_registered"]:
+                assert time.monotonic() < deadline, f"{registered} registrations are left"
+                time.sleep(0.001)
 
     def forbid(self) -> None:
         def refuse(*_: Any) -> None:
