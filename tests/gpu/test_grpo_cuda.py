@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from tests.rl import tiny
+from tests.rl.test_run import train_records
 
 from raylane.rl import trainer
-from raylane.training.report.metrics import read_metrics
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,7 +26,7 @@ def test_run_ends_with_the_policy_of_the_trainer(tmp_path: Path, on_gpu: str) ->
     config = tiny.config_of(tmp_path, PLACES[on_gpu])
     result = trainer.run(config)
     assert (result.steps, result.stopped) == (4, False)
-    records = [line for line in read_metrics(Path(config.logger.log_dir) / "metrics.jsonl") if "train:loss" in line]
+    records = train_records(config)
     assert len(records) == 4
     # The weights that sampled are those that are trained: their log-probabilities differ by rounding only.
-    assert all(abs(line["train:sampling_kl"]) < 1e-4 for line in records)
+    assert all(abs(record["train:sampling_kl"]) < 1e-4 for record in records)

@@ -13,13 +13,13 @@ import torch
 from raylane.sft.run import trainer
 from raylane.training.model.attention import PackedRows, attend
 from raylane.training.model.loss import CrossEntropy
-from raylane.training.report.metrics import read_metrics
 from raylane.training.run import step
 from raylane.training.run.micro_batches import division, on_device
 from raylane.workers.batch import BatchDict
 from sft import measuring, ranks, tiny_run
 from sft.measuring import D
 from sft.test_attention import dense
+from sft.test_trainer import losses
 
 pytestmark = [
     pytest.mark.gpu,
@@ -115,8 +115,8 @@ def test_run_has_the_losses_of_plain_torch_on_the_cpu(folder: Path, sharded: str
     }
     config = tiny_run.config_of(folder, changes)
     result = trainer.run(config)
-    losses = [line["train:loss"] for line in read_metrics(folder / sharded / "metrics.jsonl") if "train:loss" in line]
-    assert losses == pytest.approx(tiny_run.reference_losses(config, tiny_run.prepared_in(folder), 8), abs=1e-3)
+    wanted = tiny_run.reference_losses(config, tiny_run.prepared_in(folder), 8)
+    assert list(losses(config).values()) == pytest.approx(wanted, abs=1e-3)
     assert (result.steps, result.stopped) == (8, False)
     assert result.hf_dir is not None
 

@@ -29,7 +29,7 @@ OWN_MEMORY, OWN_COPY = "own-memory", "own-copy"
 COPIED = (*PASS, OWN_COPY)
 MAPPED = (OURS, BASELINE, *RDT, OWN_MEMORY)
 GET = (OURS, BASELINE, "ray:rdt-nixl", "memcpy")
-CUDA = (OURS, "raylane:host", "raylane:nixl", BASELINE, "ray:rdt-cuda_ipc", "ray:rdt-nixl", OWN_MEMORY)
+CUDA = (OURS, "raylane:host", "raylane:nixl", BASELINE, "ray:rdt-cuda_ipc", "ray:rdt-nixl")
 """Between processes on one GPU; NCCL refuses these."""
 
 _STORE, _RDT = "faster than the object store", "faster than the better RDT"
@@ -130,9 +130,8 @@ def _known_on_gpus(*, large: bool) -> dict[str, Case]:
     sizes = {name: SIZES[name] for name in ("4KB", "1MB", "100MB")} | ({"1GB": GIGABYTE} if large else {})
     known = []
     for size, nbytes in sizes.items():
-        known.append(Case(f"{size}-cuda", "pass", nbytes, CUDA, cuda=True))
-        without_own = tuple(name for name in CUDA if name != OWN_MEMORY)
-        known.append(Case(f"{size}-cuda-new", "pass", nbytes, without_own, fresh=True, cuda=True))
+        known.append(Case(f"{size}-cuda", "pass", nbytes, (*CUDA, OWN_MEMORY), cuda=True))
+        known.append(Case(f"{size}-cuda-new", "pass", nbytes, CUDA, fresh=True, cuda=True))
     return {case.name: case for case in known}
 
 
@@ -163,6 +162,8 @@ def blocks_of(case: Case, *, quick: bool) -> tuple[int, int]:
     if case.total >= GIGABYTE or (case.workload == "pass" and case.count >= 1000):
         return (2, 1) if quick else (8, 1)
     if case.total >= 10_000_000:
-        # Ray's object store takes about a second for 100 MB of a GPU.
-        return (3, 1) if quick else (10, 1) if case.cuda else (20, 2)
+        if quick:
+            return 3, 1
+        # Ray's object store takes half a second for 100 MB of a GPU.
+        return (10, 1) if case.cuda else (20, 2)
     return (4, 5) if quick else (30, 10)

@@ -217,8 +217,8 @@ def attend(
     key, value = packed_rows.gather(key, value)
     half = query.dtype in (torch.bfloat16, torch.float16)
     # torch's kernel for rows of several lengths (FlashAttention) knows neither dropout nor explicit scores.
-    if query.is_cuda and half and not scoring.dropout and not scoring.explicit and _varlen_attn() is not None:
-        return _varlen(query, key, value, packed_rows, scale, sliding_window), None
+    if query.is_cuda and half and not scoring.dropout and not scoring.explicit and (kernel := _varlen_attn()):
+        return _varlen(kernel, query, key, value, packed_rows, scoring), None
     lengths, of_rows = packed_rows.lengths, packed_rows.pieces
     if packed_rows.alike:
         return _rows(query, key, value, lengths[0], of_rows[0], scoring).transpose(1, 2), None
@@ -302,10 +302,10 @@ def _varlen_attn() -> Callable[..., Any] | None:
     return functools.partial(varlen_attn, enable_gqa=True) if "enable_gqa" in known else varlen_attn
 
 
-def _varlen(query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, scale: float, window: int | None) -> Tensor:
+def _varlen(
+    kernel: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, scoring: _Scoring
+) -> Tensor:
     """Return the output [B, t, N, D] with one kernel for all pieces of the micro-batch."""
-    kernel = _varlen_attn()
-    assert kernel is not None
     taken, query_edges, key_edges = [], [0], [0]
     for row, (lengths, of_row) in enumerate(zip(rows.lengths, rows.pieces, strict=True)):
         # Places of the documents in the row, whose keys are all here.
@@ -327,8 +327,8 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, scale: 
         edges[1],
         max(piece.queries for of_row in rows.pieces for piece in of_row),
         max(piece.keys for of_row in rows.pieces for piece in of_row),
-        scale=scale,
-        window_size=(-1 if window is None else window - 1, 0),
+        scale=scoring.scale,
+        window_size=(-1 if scoring.window is None else scoring.window - 1, 0),
     )
     assert isinstance(out, Tensor)
     return out.view(query.shape[0], query.shape[2], *out.shape[1:])
