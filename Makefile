@@ -18,9 +18,12 @@ NARROWED = $(if $(ARGS),|| test $$? -eq 5)
 unexport PYTHONDONTWRITEBYTECODE
 
 # What the native module replaces, and the runs and faults of graphs, which use it.
-PURE   := tests/core tests/graph/test_run.py tests/faults/test_graph_faults.py
+PURE   := tests/core tests/graph/test_run.py tests/graph/test_faults.py
 
-.PHONY: setup check test test-fast test-all test-matrix test-pure test-vllm faults gpu bench figures sft grpo docs wheel clean
+RECORDS := build/tests
+CHOSEN  := $(RECORDS)/chosen.txt
+
+.PHONY: setup check test test-fast test-ci test-all test-matrix test-pure test-vllm only durations faults gpu bench figures sft grpo docs wheel clean
 
 setup: $(STAMP)
 
@@ -43,18 +46,40 @@ check: setup
 	$(BIN)/ruff check src tests examples benchmarks
 	$(BIN)/mypy
 
-# Everything that is quick enough to wait for.
+# For a first look: the fast tests, and each product of the README from end to end.
 test: test-fast
-	$(PYTEST) $(SIDE_BY_SIDE) -m 'not fast and not slow and not matrix and not gpu' $(ARGS) $(NARROWED)
+	$(PYTEST) $(SIDE_BY_SIDE) -m 'tour and not fast' $(ARGS) $(NARROWED)
+	@echo "Left out: all other tests on Ray, of kills, networks and training. \`make test-all\` runs them (40 minutes), and"
+	@echo "\`make only ARGS=tests/graph\` those of a folder or a file."
 
 # What needs neither Ray nor child processes and trains nothing, in parallel: after every save.
 test-fast: setup
 	$(PYTEST) -n auto --dist loadfile -m fast $(ARGS) $(NARROWED)
 
+# What the changes since the last success of `test-all` can break, and a quarter of the rest: tests/suite/affected.py.
+test-ci: test-fast
+	mkdir -p $(RECORDS)
+	$(BIN)/python -m tests.suite.affected > $(CHOSEN)
+	$(PYTEST) $(SIDE_BY_SIDE) -m 'not fast and not matrix and not gpu' @$(CHOSEN) || test $$? -eq 5
+	if grep -E '^tests/(core/|graph/test_(run|faults)\.py)' $(CHOSEN) > $(RECORDS)/pure.txt; then \
+	  RAYLANE_PURE=1 $(PYTEST) $(SIDE_BY_SIDE) -m 'not matrix and not gpu and not slow' @$(RECORDS)/pure.txt; fi
+	$(BIN)/python -m tests.suite.affected passed ci
+
 # Everything except what needs a CUDA device and the full matrix; then the graphs again without the native module.
 test-all: test-fast
 	$(PYTEST) $(SIDE_BY_SIDE) -m 'not fast and not matrix and not gpu' $(ARGS) $(NARROWED)
 	$(MAKE) test-pure
+	$(if $(ARGS),,$(BIN)/python -m tests.suite.affected passed all)
+
+# Tests by path, folder or id: `make only ARGS='tests/graph/test_run.py -x'`.
+only: setup
+	$(PYTEST) $(ARGS)
+
+# The seconds of all test files, or of those in ARGS, into tests/durations.txt.
+durations: setup
+	rm -rf $(RECORDS)
+	$(if $(ARGS),$(PYTEST) $(SIDE_BY_SIDE) -m 'not matrix and not gpu' $(ARGS),$(MAKE) test-all)
+	$(BIN)/python -m tests.suite.durations
 
 # All combinations of layouts, packings, families, checkpoints and memory settings: hours of computing.
 test-matrix: setup
@@ -80,7 +105,7 @@ $(VLLM)/.ready: tests/vllm/requirements.txt pyproject.toml src/raylane/core/_nat
 # do with weights, counted by kind: a quarter of an hour.
 faults: setup
 	$(if $(SOAK),RAYLANE_SOAK_S=3600) $(PYTEST) $(SIDE_BY_SIDE) -m 'faults and not matrix' $(ARGS)
-	$(if $(ARGS),,RAYLANE_KILLS=500 $(PYTEST) -s tests/faults/test_weights.py)
+	$(if $(ARGS),,RAYLANE_KILLS=500 $(PYTEST) -s tests/weights/test_kills.py)
 
 gpu: setup
 	$(PYTEST) tests/gpu $(ARGS)

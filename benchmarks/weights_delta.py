@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import statistics
-import sys
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -22,8 +21,8 @@ from pathlib import Path
 import numpy as np
 import ray
 import torch
-from tests.faults import networks
-from tests.faults.transport_network_driver import ask
+from tests.network_drivers import ask, connect
+from tests.networks import Hosts
 
 from raylane import weights
 from raylane.weights.delta import DeltaOptions, Run, diff
@@ -98,9 +97,7 @@ class Reader:
 
 def drive(address: str, megabytes: int, rounds: int) -> None:
     """Measure, on the head."""
-    ray.init(address=f"{address}:6399", log_to_driver=False, logging_level="error")
-    while sum(node["Alive"] for node in ray.nodes()) < 2:
-        time.sleep(0.1)
+    connect(address)
     nbytes = megabytes * 1_000_000
     trainer = ray.remote(num_cpus=0)(Trainer).options(resources={"one": 0.1}).remote(nbytes)
     reader = ray.remote(num_cpus=0)(Reader).options(resources={"head": 0.1}).remote(nbytes)
@@ -183,25 +180,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--megabytes", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--driver", metavar="ADDRESS", help=argparse.SUPPRESS)
+    parser.add_argument("driver", nargs="?", metavar="ADDRESS", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.driver:
         drive(args.driver, args.megabytes, args.rounds)
         return
     time_diff(args.megabytes * 1_000_000)
-    root = Path(__file__).parents[1]
-    words = f"--megabytes {args.megabytes} --rounds {args.rounds}"
-    with networks.network(2) as net:
-        head, weather = net.addresses[0], networks.Weather(net)
-        prepare = f"mount -t tmpfs raylane /dev/shm; cd {root}; export PYTHONPATH={root}/src:{root}"
-        driver = net.start(
-            0,
-            f"{prepare}; {networks.ray_node(head, None, 'head')}; "
-            f"exec {sys.executable} -m benchmarks.weights_delta --driver {head} {words}",
-        )
-        node = networks.ray_node(net.addresses[1], head, "one")
-        net.start(1, f"{prepare}; until {node} >/dev/null 2>&1; do sleep 0.2; done; cat")
-        print(weather.until_done(driver, LIMIT_S), weather.skipped)
+    words = f"--megabytes {args.megabytes} --rounds {args.rounds}".split()
+    hosts = Hosts(None)
+    try:
+        print(*hosts.drive("benchmarks.weights_delta", *words, limit_s=LIMIT_S))
+    finally:
+        hosts.net.close()
 
 
 if __name__ == "__main__":

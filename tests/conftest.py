@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+from tests import networks
+from tests.suite.record import Recorder
 from tests.victims import VICTIMS, Victims
 from tests.worker_forks import worker_forks
 
@@ -46,11 +48,17 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 # tests. Training is half of the work of all tests of one process.
 NOT_FAST = ("ray", "processes", "trains", "slow", "gpu", "matrix", "alone")
 FIXTURE_MARKS = {"ray_session": "ray", "worker": "trains"}
-# Tests of three Ray nodes each, with limits of time: two of them at once would be too much for a small machine.
-NETWORKS = ("_networks.py", "test_sft_unshared.py")
+# Tests of four Ray nodes, which they share, with limits of time: two of them at once would be too much.
+NETWORKS = ("_networks.py", "test_unshared.py")
 STAGES = ("fast", "rest", "alone")
 # Folders with the longest tests come first: at the end all test processes have something to do.
 FOLDERS = ("faults", "sft", "bench", "examples", "graph", "workers", "transport")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Record durations and failures, in the process that controls the run."""
+    if not hasattr(config, "workerinput") and not config.option.collectonly:
+        config.pluginmanager.register(Recorder())
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by `-m`
@@ -108,9 +116,14 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_teardown(item: pytest.Item) -> None:
-    """Drop the test's hold on its fixtures: the leak check of a module runs within the teardown of its last test."""
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Drop the test's hold on its fixtures: the leak check of a module runs within the teardown of its last test.
+
+    End the nodes in namespaces after the last test that uses them.
+    """
     getattr(item, "funcargs", {}).clear()
+    if item.path.name.endswith(NETWORKS) and not (nextitem and nextitem.path.name.endswith(NETWORKS)):
+        networks.close_shared()
 
 
 @contextlib.contextmanager
@@ -159,6 +172,18 @@ def ray_session() -> Iterator[None]:
             )
         yield
         ray.shutdown()
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> networks.Hosts:
+    """Return the Ray nodes in namespaces that tests share."""
+    return networks.shared(secured=False, folder=tmp_path)
+
+
+@pytest.fixture
+def secured_hosts(tmp_path: Path) -> networks.Hosts:
+    """Return Ray nodes in namespaces that encrypt their connections."""
+    return networks.shared(secured=True, folder=tmp_path)
 
 
 @pytest.fixture(scope="module")

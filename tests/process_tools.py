@@ -24,16 +24,22 @@ def stop(pid: int, within_s: float = 30.0) -> None:
         time.sleep(0.001)
 
 
-def descendants() -> set[int]:
-    """Return the pids of this process and of all processes that it has started, such as its Ray with all workers."""
-    parents = {}
+def parents() -> dict[int, int]:
+    """Return the pid of the parent of each process."""
+    pids = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                pids[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+    return pids
+
+
+def descendants() -> set[int]:
+    """Return the pids of this process and of all processes that it has started, such as its Ray with all workers."""
+    parent_of = parents()
     family, added = {os.getpid()}, True
     while added:
-        more = {pid for pid, parent in parents.items() if parent in family} - family
+        more = {pid for pid, parent in parent_of.items() if parent in family} - family
         family |= more
         added = bool(more)
     return family

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from sft.test_attention import dense
 
 from raylane.sft.run import trainer
 from raylane.training.model.attention import PackedRows, attend
@@ -18,7 +19,6 @@ from raylane.training.run.micro_batches import division, on_device
 from raylane.workers.batch import BatchDict
 from sft import measuring, ranks, tiny_run
 from sft.measuring import D
-from sft.test_attention import dense
 from sft.test_trainer import losses
 
 pytestmark = [

@@ -6,9 +6,9 @@ pair of axes, each axis with and without packing, and each pipeline schedule sta
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from itertools import combinations
-from typing import Any
+from typing import Any, TypeVar
 
 TP, CP, PP = "tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size"
 EP = "expert_parallel_size"
@@ -49,6 +49,7 @@ OVER_EDGES: dict[str, tuple[int, dict[str, Any]]] = {
     "pp4": (4, {PP: 4, **EDGES}),
 }
 
+C = TypeVar("C")
 Case = tuple[str, bool]
 """Name of a layout, and True if conversations are packed into rows."""
 
@@ -73,18 +74,17 @@ def axes_of(layout: str) -> set[str]:
     return axes
 
 
-def features_of(case: Case) -> Iterator[tuple[str, ...]]:
-    """Yield what a case covers: axes, pairs of axes, axes with its packing, and its pipeline schedule."""
+def features_of(case: Case) -> set[tuple[str, ...]]:
+    """Return what a case covers: axes, pairs of axes, axes with its packing, and its pipeline schedule."""
     layout, packing = case
     axes = sorted(axes_of(layout))
-    for axis in axes:
-        yield (axis,)
-        yield axis, "packed" if packing else "unpacked"
-    yield from combinations(axes, 2)
+    features: set[tuple[str, ...]] = {(axis,) for axis in axes} | set(combinations(axes, 2))
+    features |= {(axis, "packed" if packing else "unpacked") for axis in axes}
     if "pp" in axes:
-        yield "schedule", LAYOUTS[layout][1].get(SCHEDULE, "1f1b")
+        features.add(("schedule", LAYOUTS[layout][1].get(SCHEDULE, "1f1b")))
     if "tp" in axes and "sp" not in axes:
-        yield ("tp without sp",)
+        features.add(("tp without sp",))
+    return features
 
 
 def features(cases: Iterable[Case]) -> set[tuple[str, ...]]:
@@ -92,16 +92,22 @@ def features(cases: Iterable[Case]) -> set[tuple[str, ...]]:
     return {feature for case in cases for feature in features_of(case)}
 
 
-def covering_set(cases: list[Case], first: list[Case]) -> list[Case]:
+def covering_set(
+    cases: list[C], first: list[C], features_of: Callable[[C], set[Any]], workers_of: Callable[[C], int]
+) -> list[C]:
     """Return `first` and, again and again, the case with most features that are still missing."""
     chosen = list(first)
-    while missing := features(cases) - features(chosen):
-        useful = [case for case in cases if missing.intersection(features_of(case))]
-        # Sixteen workers take minutes on two cores: only for what nothing else covers.
-        chosen.append(
-            max(useful, key=lambda case: (LAYOUTS[case[0]][0] <= 4, len(missing.intersection(features_of(case)))))
+    missing = {feature for case in cases for feature in features_of(case)}
+    missing -= {feature for case in chosen for feature in features_of(case)}
+    while missing:
+        useful = [case for case in cases if missing & features_of(case)]
+        # Sixteen workers take minutes on two cores, and four longer than two: only for what nothing else covers.
+        best = max(
+            useful, key=lambda case: (workers_of(case) <= 4, len(missing & features_of(case)), -workers_of(case))
         )
+        chosen.append(best)
+        missing -= features_of(best)
     return chosen
 
 
-COVERING = covering_set(MATRIX, QUICK)
+COVERING = covering_set(MATRIX, QUICK, features_of, lambda case: LAYOUTS[case[0]][0])

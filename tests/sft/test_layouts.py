@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import combinations
 
-from sft.layouts import COVERING, LAYOUTS, MATRIX, QUICK, axes_of, covering_set, features
+from sft.layouts import COVERING, LAYOUTS, MATRIX, QUICK, axes_of, covering_set, features, features_of
 
 AXES = {"dp", "fsdp", "replicas", "tp", "sp", "cp", "pp"}
 
@@ -37,4 +37,4 @@ def test_covering_set_is_smaller_than_half_of_the_matrix() -> None:
 
 
 def test_covering_set_of_one_case_is_that_case() -> None:
-    assert covering_set([("dp2", True)], []) == [("dp2", True)]
+    assert covering_set([("dp2", True)], [], features_of, lambda case: 2) == [("dp2", True)]

@@ -16,7 +16,7 @@ from raylane.sft.data.prepare import prepare
 from raylane.training.config.model_types import DENSE, MODEL_TYPES
 from raylane.training.model.hf_config import model_config
 from sft import tiny_run
-from sft.layouts import CP, EP, FSDP, PP, REPLICAS, SP, TP
+from sft.layouts import CP, EP, FSDP, PP, REPLICAS, SP, TP, covering_set
 from sft.model_types import EXPERTS, TYPES, folder_changes, new_folder
 from sft.ranks import RankGroups
 
@@ -25,24 +25,14 @@ DIVIDED = [name for name in TYPES if name not in DENSE]
 """The others are in `test_parallel`."""
 WAYS = {"tensors": {TP: 2}, "sequences": {TP: 2, **SP}, "context": {CP: 2}, "stages": {PP: 2}, "experts": {EP: 2}}
 """Settings of two workers for each field of `Divisions`."""
-QUICK = [
-    ("gpt_oss", "tensors"),
-    ("qwen3_moe", "sequences"),
-    ("deepseek_v3", "copies"),
-    ("mixtral", "experts and copies"),
-]
+CLASSES = {
+    "own attention": {"deepseek_v3", "phi3", "stablelm"},
+    "convolutions": {"lfm2", "lfm2_moe"},
+    "own experts": {"gpt_oss"},
+    "experts": EXPERTS.keys() - {"deepseek_v3", "lfm2_moe", "gpt_oss"},
+}
+"""Types whose modules are divided by code of their own; all others are of the class "dense"."""
 ROWS = {"policy.train_global_batch_size": 4, "policy.train_micro_batch_size": 1}
-
-
-def cases() -> Iterator[Any]:
-    """Yield each type with each way to divide it that the table allows; `make test` runs those in `QUICK`."""
-    for model_type in DIVIDED:
-        ways = [way for way in WAYS if getattr(MODEL_TYPES[model_type], way)]
-        if MODEL_TYPES[model_type].experts:
-            ways.append("experts and copies")
-        for way in ("fsdp2", "copies", *ways):
-            marks = [] if (model_type, way) in QUICK else [pytest.mark.slow]
-            yield pytest.param(model_type, way, marks=marks, id=f"{model_type}-{way}")
 
 
 def settings_of(way: str) -> tuple[int, dict[str, Any]]:
@@ -52,6 +42,38 @@ def settings_of(way: str) -> tuple[int, dict[str, Any]]:
     settings = {**WAYS, **copies}.get(way, FSDP)
     changes = {f"policy.dtensor_cfg.{key}": value for key, value in settings.items()}
     return world, {"cluster.num_workers": world, **changes}
+
+
+def ways_of(model_type: str) -> list[str]:
+    """Return the ways to divide a type that the table allows."""
+    ways = [way for way in WAYS if getattr(MODEL_TYPES[model_type], way)]
+    return ["fsdp2", "copies", *ways, *(["experts and copies"] if MODEL_TYPES[model_type].experts else [])]
+
+
+def features_of(case: tuple[str, str]) -> set[tuple[str, str]]:
+    """Return what a case covers: its type, and its way to divide types of this class."""
+    model_type, way = case
+    of_class = next((name for name, types in CLASSES.items() if model_type in types), "dense")
+    return {("type", model_type), (of_class, way)}
+
+
+MATRIX = [(model_type, way) for model_type in DIVIDED for way in ways_of(model_type)]
+COVERING = covering_set(MATRIX, [], features_of, lambda case: settings_of(case[1])[0])
+"""Each type, and each way to divide types of each class, in at least one case; `make test-matrix` runs all others."""
+
+
+def cases() -> Iterator[Any]:
+    for model_type, way in MATRIX:
+        marks = [] if (model_type, way) in COVERING else [pytest.mark.matrix]
+        yield pytest.param(model_type, way, marks=marks, id=f"{model_type}-{way}")
+
+
+def test_covering_set_has_each_type_and_each_way_of_each_class() -> None:
+    assert {model_type for model_type, _ in COVERING} == set(DIVIDED)
+    assert {feature for case in COVERING for feature in features_of(case)} == {
+        feature for case in MATRIX for feature in features_of(case)
+    }
+    assert len(COVERING) <= len(MATRIX) / 3
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import ray
 import torch
-from tests.transport import certificates
+from tests import certificates
 from tests.transport.servers import SECRET, Server, entry_of, read_value
 
 from raylane.core import place

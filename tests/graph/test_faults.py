@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import ray
-from tests.faults.drivers import start_driver
+from tests.graph.drivers import start_driver
 from tests.graph.graph_actors import AsyncWorker, Speechless, Worker
 from tests.victims import Victims
 

@@ -1,7 +1,7 @@
 """Processes for `test_attacks`: a listener with one value, and attackers of five kinds that work until they are ended.
 
-python -m tests.faults.attackers serve
-python -m tests.faults.attackers KIND PORT KEY
+python -m tests.transport.attackers serve
+python -m tests.transport.attackers KIND PORT KEY
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The driver of `test_transport_networks`, run by it inside the head's namespace.
 
-It prints `said: ...` for the test to check, and `ask: ...` for things that only the test can do, such as cutting a
-cable; the test answers each of those with one line.
+It runs on the head of `tests.networks.Hosts`.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import ray
 import torch
+from tests.network_drivers import ask, connect, say, until
 
 import raylane
 from raylane.core.place import here
@@ -28,29 +27,6 @@ LARGE = 40_000_000
 """Bytes that take a while through a throttled link."""
 MARGIN_S = 8.0
 """Time beyond a timeout in which the error must have arrived, on a machine that is busy with three Ray nodes."""
-
-
-def say(text: str) -> None:
-    print(f"said: {text}", flush=True)
-
-
-def ask(text: str) -> None:
-    print(f"ask: {text}", flush=True)
-    sys.stdin.readline()
-
-
-def until(condition: Callable[[], bool], what: str, within_s: float = 30.0) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {within_s} s: {what}"
-        time.sleep(0.02)
-
-
-def cable_bytes() -> tuple[int, int]:
-    """Return the bytes that this host has received and sent by its cable."""
-    line = next(line for line in Path("/proc/self/net/dev").read_text().splitlines() if "eth0" in line)
-    figures = line.split(":")[1].split()
-    return int(figures[0]), int(figures[8])
 
 
 class Maker:
@@ -176,11 +152,7 @@ def weather(maker: Any, transports: list[str]) -> None:
 
 
 def main(address: str) -> None:
-    ray.init(address=f"{address}:6399", log_to_driver=False, logging_level="error")
-    deadline = time.monotonic() + 60
-    while sum(node["Alive"] for node in ray.nodes()) < 3:
-        assert time.monotonic() < deadline, "the other nodes did not come"
-        time.sleep(0.1)
+    connect(address)
     before = snapshot()
     actor = ray.remote(num_cpus=0.1)(Maker)
     makers = [actor.options(resources={name: 0.1}).remote() for name in ("head", "one", "two")]
@@ -197,13 +169,8 @@ def main(address: str) -> None:
         cut(makers[1], transport)
         ask("calm")
     gc.collect()  # errors that were kept refer to frames, and these to the errors and to refs
-    deadline = time.monotonic() + 20
-    while left := ray.get([maker.entries.remote() for maker in makers], timeout=60):
-        if not any(left):
-            break
-        assert time.monotonic() < deadline, f"values left in the actors: {left}"
-        time.sleep(0.1)
-    del makers
+    until(lambda: not any(ray.get([maker.entries.remote() for maker in makers], timeout=60)), "no value is left")
+    makers.clear()
     found = leaks(before, within_s=20)
     assert not found, found
     say("done")

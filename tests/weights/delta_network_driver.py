@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import ray
 import torch
-from tests.faults.transport_network_driver import ask, cable_bytes, say, until
-from tests.faults.weights_network_driver import kill_keeper, leave_nothing
+from tests.network_drivers import ask, cable_bytes, connect, say, until
+from tests.weights.spread_network_driver import kill_keeper, leave_nothing
 
 from raylane import weights
 from raylane.errors import WeightsError
@@ -161,8 +161,7 @@ def recovers(scene: Scene) -> None:
 
 
 def main(address: str) -> None:
-    ray.init(address=f"{address}:6399", log_to_driver=False, logging_level="error")
-    until(lambda: sum(node["Alive"] for node in ray.nodes()) == 2, "the other node", 90)
+    connect(address)
     before = snapshot()
     ask("gigabit")
     scene = Scene()

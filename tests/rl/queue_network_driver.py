@@ -13,8 +13,7 @@ from typing import Any
 
 import ray
 import torch
-from tests.faults.transport_network_driver import cable_bytes, say, until
-from tests.faults.weights_network_driver import node_of
+from tests.network_drivers import cable_bytes, connect, node_of, say
 
 from raylane.errors import QueueLostError
 from raylane.rl import TrajectoryQueue
@@ -109,8 +108,7 @@ def memory_dies(queue: TrajectoryQueue) -> None:
 
 
 def main(address: str) -> None:
-    ray.init(address=f"{address}:6399", log_to_driver=False, logging_level="error")
-    until(lambda: sum(node["Alive"] for node in ray.nodes()) == 3, "the other nodes", 90)
+    connect(address)
     before = snapshot()
     for act in (payloads_go_straight, consumer_dies, memory_dies):
         act(TrajectoryQueue(max_bytes=64 << 20))

@@ -31,7 +31,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     metadata = folder / "passing_transport-1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: passing-transport\nVersion: 1.0\n")
-    entry = "[raylane.backends]\npassing = tests.contracts.passing_transport:PassingBackend\n"
+    entry = "[raylane.backends]\npassing = tests.testing.passing_transport:PassingBackend\n"
     (metadata / "entry_points.txt").write_text(entry)
     install(None, str(folder))
     TestPassing.folder = str(folder)

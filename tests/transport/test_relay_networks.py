@@ -6,23 +6,17 @@ The hosts are Ray nodes with networks, processes and shared memory of their own,
 from __future__ import annotations
 
 import pytest
-from tests.faults import networks
+from tests import networks
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.processes]
 LIMIT_S = 170
 
 
-def test_readers_on_another_host_share_one_transfer() -> None:
-    why = networks.refused()
-    if why is not None:
-        pytest.skip(f"namespaces cannot be made here: {why}")
-    with networks.network(2) as net:
-        weather = networks.Weather(net)
-        driver = networks.start_cluster(net, "relay_network_driver", "one")
-        text = weather.until_done(driver, LIMIT_S)
-    print(text, weather.skipped)  # figures, shown with -s
-    if "throttle" in weather.skipped:
-        pytest.skip(f"links cannot be made slow here: {weather.skipped}")
+def test_readers_on_another_host_share_one_transfer(hosts: networks.Hosts) -> None:
+    text, skipped = hosts.drive("tests.transport.relay_network_driver", limit_s=LIMIT_S)
+    print(text, skipped)  # figures, shown with -s
+    if "throttle" in skipped:
+        pytest.skip(f"links cannot be made slow here: {skipped}")
     for act in (
         "one copy crosses",
         "targets share",

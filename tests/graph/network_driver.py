@@ -1,23 +1,21 @@
-"""The driver of `test_graph_hosts`, run by it inside the head's namespace: says what it has done, waits to be told."""
+"""The driver of `tests/graph/test_networks.py`; it runs on the head of `tests.networks.Hosts`."""
 
 from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from typing import Any
 
 import numpy as np
 import ray
 from tests.graph.graph_actors import Worker
+from tests.network_drivers import ask, connect, say
 
 import raylane
 from raylane.core.place import here
 from raylane.errors import GraphActorDiedError, GraphTimeoutError
-
-
-def say(text: str) -> None:
-    print(f"said: {text}", flush=True)
 
 
 def place(instance: Any) -> Any:
@@ -26,6 +24,13 @@ def place(instance: Any) -> Any:
 
 def die(instance: Any) -> None:
     os.kill(os.getpid(), 9)
+
+
+def pull_for_a_while() -> None:
+    time.sleep(0.3)  # while the graph runs
+    ask("cut")
+    time.sleep(0.7)
+    ask("restore")
 
 
 def measure(actor: Any) -> None:
@@ -44,13 +49,10 @@ def measure(actor: Any) -> None:
 
 
 def main(address: str) -> None:
-    ray.init(address=f"{address}:6399", log_to_driver=False, logging_level="error")
-    deadline = time.monotonic() + 60
-    while sum(node["Alive"] for node in ray.nodes()) < 3:
-        assert time.monotonic() < deadline, "the other nodes did not come"
-        time.sleep(0.1)
+    connect(address)
     actor = ray.remote(num_cpus=0.1)(Worker)
-    near, one, two, too = (actor.options(resources={name: 0.1}).remote() for name in ("head", "one", "two", "two"))
+    # Of the nodes it is "one" whose cable the test can cut.
+    near, one, two, too = (actor.options(resources={name: 0.1}).remote() for name in ("head", "two", "one", "one"))
     places = ray.get([worker.__ray_call__.remote(place) for worker in (near, one, two, too)])
     assert len({found.pid_namespace for found in (*places, here())}) == 3
     assert len({found.net_namespace for found in (*places, here())}) == 3
@@ -72,10 +74,11 @@ def main(address: str) -> None:
 
     run(30)
     measure(one)
-    say("running")
-    until = time.monotonic() + 1.5  # meanwhile a cable is pulled and put back
-    while time.monotonic() < until:
+    pull = threading.Thread(target=pull_for_a_while)
+    pull.start()
+    while pull.is_alive():
         run(3)
+    run(3)
     say("went on")
     two.__ray_call__.remote(die)
     began = time.monotonic()
@@ -91,13 +94,13 @@ def main(address: str) -> None:
         node = raylane.bind(too.add, raylane.bind(one.add, x, 1), 1)
     with raylane.compile(node, timeout_s=2) as again:
         assert again.execute(1).get() == 3
-        say("unplug")
-        sys.stdin.readline()
+        ask("cut")
         began = time.monotonic()
         try:
             again.execute(2).get(timeout=60)
         except GraphTimeoutError as error:
             say(f"lost, seen after {time.monotonic() - began:.1f} s: {error}")
+        ask("restore")
     say("done")
 
 

@@ -120,7 +120,7 @@ def kill_driver(chance: random.Random, eventually: Callable[..., None]) -> None:
     """Kill a driver with ranks and readers of its own, at times its catalogue too; nothing of its job is left."""
     before = {*actor_names("catalogue"), *actor_names("keeper")}
     address = ray.get_runtime_context().gcs_address
-    words = [sys.executable, "-m", "tests.faults.test_weights", address]
+    words = [sys.executable, "-m", "tests.weights.test_kills", address]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as driver:
         assert driver.stdout is not None
         said = [next(driver.stdout, "")]

@@ -9,7 +9,7 @@ import os
 import time
 
 import pytest
-from tests.faults.soak import LIMIT_S, Soak
+from tests.graph.soak import LIMIT_S, Soak
 
 from raylane.testing.leaks import leaks, snapshot
 

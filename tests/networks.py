@@ -8,12 +8,20 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+from tests import certificates
+from tests.process_tools import parents
+
+ROOT = Path(__file__).parents[1]
+NODES = ("head", "one", "two", "three")
+"""Names of the nodes of `Hosts`, which are resources too."""
+DONE = "said: done"
 RAY = Path(sys.executable).parent / "ray"
 
 
@@ -98,24 +106,11 @@ class Network:
         for process in self.processes:
             process.kill()  # --kill-child ends the first process of the namespace, and with it all others
             process.wait(30)
-            for stream in (process.stdin, process.stdout):
-                if stream is not None:
-                    with contextlib.suppress(OSError):
-                        stream.close()
+            close_streams(process)
         for name in self.names:
             subprocess.run(["ip", "link", "del", f"{name}v"], check=False, capture_output=True)
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
         subprocess.run(["ip", "link", "del", f"{self.tag}b"], check=False, capture_output=True)
-
-
-@contextlib.contextmanager
-def network(count: int) -> Iterator[Network]:
-    made = Network(count)
-    try:
-        made.make()
-        yield made
-    finally:
-        made.close()
 
 
 class Weather:
@@ -152,7 +147,7 @@ class Weather:
     def until_done(self, driver: subprocess.Popen[str], limit_s: float) -> str:
         """Do what a driver asks for until it is done, has ended, or is killed after the limit; return what it said."""
         heard: list[str] = []
-        timer = threading.Timer(limit_s, driver.kill)
+        timer = threading.Timer(limit_s, kill_group, [driver])
         timer.start()
         assert driver.stdout is not None
         assert driver.stdin is not None
@@ -162,14 +157,14 @@ class Weather:
                 self.do(line.removeprefix("ask: ").strip())
                 driver.stdin.write("done\n")
                 driver.stdin.flush()
-            if "said: done" in line:
+            if DONE in line:
                 break
         timer.cancel()
         return "\n".join(heard)
 
 
 def ray_node(address: str, head: str | None, resource: str) -> str:
-    """Return shell words that start a Ray node of one CPU in the background, as the head if `head` is None."""
+    """Return shell words that start a Ray node of two CPUs in the background, as the head if `head` is None."""
     role = "--head --port=6399 --include-dashboard=false" if head is None else f"--address={head}:6399"
     return (
         f"{RAY} start {role} --node-ip-address={address} --num-cpus=2 --object-store-memory=80000000 "
@@ -177,19 +172,107 @@ def ray_node(address: str, head: str | None, resource: str) -> str:
     )
 
 
-def start_cluster(net: Network, driver: str, *resources: str) -> subprocess.Popen[str]:
-    """Start a Ray node in each namespace, with a /dev/shm of its own; return the driver, which runs on the first one.
+class Hosts:
+    """Four Ray nodes, each with a /dev/shm of its own and a resource of its name, for one driver after the other."""
 
-    `driver` is a module of tests/faults, which gets the address of the first node. The others have one of `resources`
-    each; the first one has "head".
-    """
-    root = Path(__file__).parents[2]
-    head, *others = net.addresses
-    begin = f"mount -t tmpfs raylane /dev/shm; cd {root}; export PYTHONPATH={root}/src:{root}; "
-    module = f"{sys.executable} -m tests.faults.{driver} {head}"
-    process = net.start(0, f"{begin}{ray_node(head, None, 'head')}; exec {module}")
-    for index, (address, resource) in enumerate(zip(others, resources, strict=True), 1):
-        # The head may take its time: a node is started again until it has found it.
-        start = ray_node(address, head, resource)
-        net.start(index, f"{begin}until {start} >/dev/null 2>&1; do sleep 0.2; done; cat")
-    return process
+    def __init__(self, authority: Path | None) -> None:
+        """Make the namespaces and start the nodes, with TLS if there is a folder for an authority."""
+        self.net = Network(len(NODES))
+        try:
+            self.net.make()
+            if authority is not None:
+                made = certificates.make_authority(authority / "authority")
+                self.net.environment |= certificates.make_certificate(made, authority / "node", *self.net.addresses)
+            self._nodes = [self._start(index) for index in range(len(NODES))]
+            for process in self._nodes:
+                assert process.stdout is not None
+                printed = ""
+                while "node is up" not in (line := process.stdout.readline()):
+                    printed += line
+                    assert line, f"a Ray node did not start: {printed}"
+        except BaseException:
+            self.net.close()
+            raise
+
+    def _start(self, index: int) -> subprocess.Popen[str]:
+        head, address, resource = self.net.addresses[0], self.net.addresses[index], NODES[index]
+        start = ray_node(address, head if index else None, resource)
+        # The head may take its time: another node is started again until it has found the head.
+        start = f"until {start} >/dev/null 2>&1; do sleep 0.2; done" if index else f"{start} >/dev/null"
+        return self.net.start(
+            index, f"mount -t tmpfs raylane /dev/shm; {self._prepare()}; {start}; echo node is up; cat"
+        )
+
+    @staticmethod
+    def _prepare() -> str:
+        return f"cd {ROOT}; export PYTHONPATH={ROOT}/src:{ROOT}"
+
+    def run(self, node: str, script: str) -> subprocess.Popen[str]:
+        """Run a shell script in the namespaces of a node, in a process group of its own."""
+        outer = self._nodes[NODES.index(node)].pid
+        first = next(pid for pid, parent in parents().items() if parent == outer)  # the first of the pid namespace
+        return subprocess.Popen(
+            ["nsenter", f"--target={first}", "--net", "--mount", "--pid", "sh", "-c", f"set -e; {script}"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, **self.net.environment},
+            start_new_session=True,
+        )
+
+    def drive(self, module: str, *words: str, limit_s: float) -> tuple[str, dict[str, str]]:
+        """Run a driver, a module, on the head, with the head's address and other words.
+
+        Return what it printed, and the changes of the cable that were not possible, with the reason. After a driver
+        that was not done the nodes are not used again.
+        """
+        weather = Weather(self.net)
+        begin = f"{self._prepare()}; exec {sys.executable} -m {module} {self.net.addresses[0]}"
+        driver = self.run("head", f"{begin} {' '.join(words)}")
+        text = ""
+        try:
+            text = weather.until_done(driver, limit_s)
+            if DONE in text:
+                driver.wait(60)
+        finally:
+            if driver.poll() is None:
+                kill_group(driver)
+            close_streams(driver)
+            if DONE not in text:
+                close_shared()
+        return text, weather.skipped
+
+
+def close_streams(process: subprocess.Popen[str]) -> None:
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            with contextlib.suppress(OSError):
+                stream.close()
+
+
+def kill_group(process: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(30)
+
+
+_shared: dict[bool, Hosts] = {}
+"""Nodes that tests of this process share, by whether they use TLS."""
+
+
+def shared(*, secured: bool, folder: Path) -> Hosts:
+    """Return the nodes that tests share; start them on first use. Skips the test where there are no namespaces."""
+    if secured not in _shared:
+        why = refused()
+        if why is not None:
+            pytest.skip(f"namespaces cannot be made here: {why}")
+        close_shared()  # eight nodes at once would be too much for a small machine
+        _shared[secured] = Hosts(folder if secured else None)
+    return _shared[secured]
+
+
+def close_shared() -> None:
+    """End the nodes that tests share, if there are any."""
+    while _shared:
+        _shared.popitem()[1].net.close()

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import ray
-from tests.faults.drivers import start_driver
 from tests.graph import hosts
+from tests.graph.drivers import start_driver
 from tests.process_tools import stop
 
 import raylane

@@ -15,7 +15,8 @@ from typing import Any
 
 import ray
 import torch
-from tests.faults.transport_network_driver import ask, cable_bytes, expected, say, until
+from tests.network_drivers import ask, cable_bytes, connect, say, until
+from tests.transport.transport_network_driver import expected
 
 import raylane
 from raylane.errors import RaylaneError
@@ -225,8 +226,7 @@ def source_dies(scene: Scene) -> None:
 
 
 def main(address: str) -> None:
-    ray.init(address=f"{address}:6399", log_to_driver=False, logging_level="error")
-    until(lambda: sum(node["Alive"] for node in ray.nodes()) == 2, "the other node", 60)
+    connect(address)
     before = snapshot()
     scene = Scene()
     fast(scene)

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.faults.attackers import KINDS, NBYTES
-from tests.transport import certificates
+from tests import certificates
+from tests.transport.attackers import KINDS, NBYTES
 from tests.transport.servers import SECRET, read_value
 
 from raylane.core import place
@@ -34,7 +34,7 @@ def secured(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
 
 def _start(*words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.faults.attackers", *words],
+        [sys.executable, "-m", "tests.transport.attackers", *words],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -1,13 +1,13 @@
-"""The driver of `test_sft_unshared`, run inside the head's namespace: a node of the run sees none of its files."""
+"""The driver of `test_unshared`, which runs on the head of `tests.networks.Hosts`: a node sees no files of the run."""
 
 from __future__ import annotations
 
 import os
 import sys
-import time
 from pathlib import Path
 
 import ray
+from tests.network_drivers import connect, say
 from tests.s3_server import variables
 from tests.sft import tiny_run
 
@@ -18,10 +18,6 @@ from raylane.training.report.metrics import read_metrics
 from raylane.training.storage import Url
 
 STEPS = 6
-
-
-def say(text: str) -> None:
-    print(f"said: {text}", flush=True)
 
 
 def train(folder: Path, name: str, environment: dict[str, str], **changes: object) -> dict[int, float]:
@@ -57,13 +53,10 @@ def interrupt_after(step: int) -> None:
 
 
 def main(address: str, folder: Path, endpoint: str) -> None:
-    environment = variables(endpoint)
+    environment = {**variables(endpoint), "TMPDIR": str(folder)}
     os.environ.update(environment)
-    ray.init(address=f"{address}:6399", log_to_driver=False, logging_level="error")
-    deadline = time.monotonic() + 60
-    while sum(node["Alive"] for node in ray.nodes()) < 2:
-        assert time.monotonic() < deadline, "the other node did not come"
-        time.sleep(0.1)
+    os.environ["TMPDIR"] = str(folder)
+    connect(address)
     tiny_run.write_data(folder)
     try:
         train(folder, "local", environment, **{"checkpointing.checkpoint_dir": str(folder / "local/saved")})
@@ -93,8 +86,8 @@ def main(address: str, folder: Path, endpoint: str) -> None:
     except KeyboardInterrupt:
         say(f"interrupted with {[one.step for one in folders.list_saved(Url('s3://bucket/broken'))]}")
     assert train(folder, "broken", environment) == whole, "bit for bit"
-    free = ray.available_resources().get("CPU")
-    say(f"done, {free} of {ray.cluster_resources()['CPU']} CPUs are free")
+    free, cpus = (figures.get("CPU") for figures in (ray.available_resources(), ray.cluster_resources()))
+    say(f"done, {'all' if free == cpus else f'{free} of {cpus}'} CPUs are free")
 
 
 if __name__ == "__main__":

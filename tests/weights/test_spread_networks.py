@@ -6,23 +6,17 @@ The hosts are Ray nodes with networks, processes and shared memory of their own;
 from __future__ import annotations
 
 import pytest
-from tests.faults import networks
+from tests import networks
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.processes]
 LIMIT_S = 200
 
 
-def test_readers_on_three_hosts_share_one_copy() -> None:
-    why = networks.refused()
-    if why is not None:
-        pytest.skip(f"namespaces cannot be made here: {why}")
-    with networks.network(4) as net:
-        weather = networks.Weather(net)
-        driver = networks.start_cluster(net, "weights_network_driver", "one", "two", "three")
-        text = weather.until_done(driver, LIMIT_S)
-    print(text, weather.skipped)  # figures, shown with -s
-    if "slow" in weather.skipped:
-        pytest.skip(f"links cannot be made slow here: {weather.skipped}")
+def test_readers_on_three_hosts_share_one_copy(hosts: networks.Hosts) -> None:
+    text, skipped = hosts.drive("tests.weights.spread_network_driver", limit_s=LIMIT_S)
+    print(text, skipped)  # figures, shown with -s
+    if "slow" in skipped:
+        pytest.skip(f"links cannot be made slow here: {skipped}")
     for act in (
         "one copy leaves the trainer",
         "needed chunks only",

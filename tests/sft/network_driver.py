@@ -1,28 +1,51 @@
-"""The driver of `test_sft_networks`, run inside the head's namespace: trains twice, and prints what happens."""
+"""The driver of `tests/sft/test_networks.py`; it runs on the head of `tests.networks.Hosts`.
+
+It trains twice, and prints what happens.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from pathlib import Path
 
-import ray
+from tests.network_drivers import ask, connect, say
 from tests.sft import tiny_run
 
 from raylane.sft.run import trainer
 from raylane.training.report.metrics import read_metrics
 
 STEPS = 24
+TIMEOUT = {"RAYLANE_TIMEOUT_S": "3"}
 
 
-def say(text: str) -> None:
-    print(f"said: {text}", flush=True)
+class Cable:
+    """The cable of node "one": out for a while at step 6, and from step 14 until the workers are started again."""
+
+    def __init__(self) -> None:
+        self.acts = ["short", "long"]
+
+    def at_step(self, step: int) -> None:
+        if step >= 6 and "short" in self.acts:
+            self.acts.remove("short")
+            ask("cut")
+            time.sleep(0.7)
+            ask("restore")
+            say("pulled for a while")
+        if step >= 14 and "long" in self.acts:
+            self.acts.remove("long")
+            ask("cut")
 
 
-class Sayer(logging.Handler):
+class Restorer(logging.Handler):
+    """Puts the cable in again where the run says that it starts its workers again."""
+
     def emit(self, record: logging.LogRecord) -> None:
         say(f"log, {record.getMessage()}")
+        if "Starting all workers again" in record.getMessage():
+            ask("restore")
 
 
 def train(folder: Path, name: str, mode: str) -> list[tuple[float, float]]:
@@ -30,7 +53,7 @@ def train(folder: Path, name: str, mode: str) -> list[tuple[float, float]]:
         "cluster.num_workers": 2,
         "cluster.num_nodes": 2,
         # The name of this machine stands for an address that the namespaces do not have.
-        "cluster.env_vars": {"GLOO_SOCKET_IFNAME": "eth0"},
+        "cluster.env_vars": {"GLOO_SOCKET_IFNAME": "eth0", **TIMEOUT},
         "sft.max_num_steps": STEPS,
         "checkpointing.save_period": 4,
         "policy.compiled_graph.mode": mode,
@@ -44,19 +67,17 @@ def train(folder: Path, name: str, mode: str) -> list[tuple[float, float]]:
 
 
 def main(address: str, folder: Path) -> None:
-    ray.init(address=f"{address}:6399", log_to_driver=False, logging_level="error")
-    deadline = time.monotonic() + 60
-    while sum(node["Alive"] for node in ray.nodes()) < 2:
-        assert time.monotonic() < deadline, "the other node did not come"
-        time.sleep(0.1)
+    os.environ.update(TIMEOUT)
+    connect(address)
     tiny_run.write_data(folder)
     unbroken = train(folder, "unbroken", "off")
-    logging.getLogger("raylane").addHandler(Sayer())
+    logging.getLogger("raylane").addHandler(Restorer())
+    cable = Cable()
     read = trainer.Trainer._read_oldest
 
     def read_and_say(self: trainer.Trainer) -> None:
         read(self)
-        say(f"step {self._in_flight[0][0] if self._in_flight else self.done}")
+        cable.at_step(self._in_flight[0][0] if self._in_flight else self.done)
 
     trainer.Trainer._read_oldest = read_and_say  # type: ignore[method-assign]
     assert train(folder, "pulled", "required") == unbroken, "bit for bit"

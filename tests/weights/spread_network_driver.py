@@ -12,7 +12,7 @@ from typing import Any
 
 import ray
 import torch
-from tests.faults.transport_network_driver import ask, cable_bytes, say, until
+from tests.network_drivers import ask, cable_bytes, connect, node_of, say, until
 
 from raylane import weights
 from raylane.errors import WeightsError
@@ -98,10 +98,6 @@ class Scene:
 
     def sent(self) -> int:
         return int(ray.get(self.ranks[0].sent.remote()))
-
-
-def node_of(resource: str) -> str:
-    return next(str(node["NodeID"]) for node in ray.nodes() if resource in node["Resources"])
 
 
 def kill_keeper(host: str) -> None:
@@ -218,8 +214,7 @@ def leave_nothing(scene: object, before: Snapshot) -> None:
 
 
 def main(address: str) -> None:
-    ray.init(address=f"{address}:6399", log_to_driver=False, logging_level="error")
-    until(lambda: sum(node["Alive"] for node in ray.nodes()) == 4, "the other nodes", 90)
+    connect(address)
     before = snapshot()
     scene = Scene()
     ask("slow")

@@ -1,0 +1,18 @@
+"""Weights that a reader on another host takes as deltas, through a cable of 1 Gbit/s."""
+
+from __future__ import annotations
+
+import pytest
+from tests import networks
+
+pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.processes]
+LIMIT_S = 200
+
+
+def test_reader_on_another_host_gets_changed_elements(hosts: networks.Hosts) -> None:
+    text, skipped = hosts.drive("tests.weights.delta_network_driver", limit_s=LIMIT_S)
+    print(text, skipped)  # figures, shown with -s
+    if {"gigabit", "slow"} & skipped.keys():
+        pytest.skip(f"links cannot be shaped here: {skipped}")
+    for act in ("small share", "missed version", "keeper of head killed", "keeper of one killed", "done"):
+        assert f"said: {act}" in text, text
