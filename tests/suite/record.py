@@ -58,13 +58,7 @@ class Recorder:
         self._folder.mkdir(parents=True, exist_ok=True)
         record = {
             "pure": bool(os.environ.get("RAYLANE_PURE")),
-            "files": {
-                file: {
-                    **{phase: round(of_phase, 3) for phase, of_phase in seconds.items()},
-                    "tests": len(self._tests[file]),
-                }
-                for file, seconds in self._seconds.items()
-            },
+            "files": self._seconds,
             "failed": self._failed,
         }
         (self._folder / f"run-{os.getpid()}.json").write_text(json.dumps(record, indent=1))
