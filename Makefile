@@ -21,7 +21,6 @@ unexport PYTHONDONTWRITEBYTECODE
 PURE   := tests/core tests/graph/test_run.py tests/graph/test_faults.py
 
 RECORDS := build/tests
-CHOSEN  := $(RECORDS)/chosen.txt
 
 .PHONY: setup check test test-fast test-ci test-all test-matrix test-pure test-vllm only durations faults gpu bench figures sft grpo docs wheel clean
 
@@ -59,9 +58,10 @@ test-fast: setup
 # What the changes since the last success of `test-all` can break, and a quarter of the rest: tests/suite/affected.py.
 test-ci: test-fast
 	mkdir -p $(RECORDS)
-	$(BIN)/python -m tests.suite.affected > $(CHOSEN)
-	$(PYTEST) $(SIDE_BY_SIDE) -m 'not fast and not matrix and not gpu' @$(CHOSEN) || test $$? -eq 5
-	if grep -E '^tests/(core/|graph/test_(run|faults)\.py)' $(CHOSEN) > $(RECORDS)/pure.txt; then \
+	$(BIN)/python -m tests.suite.affected $(RECORDS)
+	RAYLANE_ON_RAY=$(RECORDS)/on_ray.txt $(PYTEST) $(SIDE_BY_SIDE) -m 'not fast and not matrix and not gpu' \
+	  @$(RECORDS)/chosen.txt @$(RECORDS)/on_ray.txt || test $$? -eq 5
+	if grep -E '^tests/(core/|graph/test_(run|faults)\.py)' $(RECORDS)/chosen.txt > $(RECORDS)/pure.txt; then \
 	  RAYLANE_PURE=1 $(PYTEST) $(SIDE_BY_SIDE) -m 'not matrix and not gpu and not slow' @$(RECORDS)/pure.txt; fi
 	$(BIN)/python -m tests.suite.affected passed ci
 

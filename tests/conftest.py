@@ -46,8 +46,10 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 
 # The marks that keep a test out of the fast ones. `ray` and `trains` are set here, from the fixtures; the others by the
 # tests. Training is half of the work of all tests of one process.
-NOT_FAST = ("ray", "processes", "trains", "slow", "gpu", "matrix", "alone")
-FIXTURE_MARKS = {"ray_session": "ray", "worker": "trains"}
+NOT_FAST = ("ray", "processes", "trains", "ranks", "slow", "gpu", "matrix", "alone")
+FIXTURE_MARKS = {"ray_session": "ray", "hosts": "ray", "worker": "trains", "ranks": "ranks", "groups": "ranks"}
+WITHOUT_RAY = ("trains", "ranks")
+"""Marks of tests that compute without Ray, if they are not marked `ray` too."""
 # Tests of four Ray nodes, which they share, with limits of time: two of them at once would be too much.
 NETWORKS = ("_networks.py", "test_unshared.py")
 STAGES = ("fast", "rest", "alone")
@@ -69,7 +71,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(FIXTURE_MARKS[fixture])
         if not any(item.get_closest_marker(name) for name in NOT_FAST):
             item.add_marker("fast")
+    if listing := os.environ.get("RAYLANE_ON_RAY"):
+        listed = (
+            {items[0].config.rootpath / line for line in Path(listing).read_text().splitlines()} if items else set()
+        )
+        items[:] = [item for item in items if item.path not in listed or not is_without_ray(item)]
     items.sort(key=stage_and_folder)
+
+
+def is_without_ray(item: pytest.Item) -> bool:
+    """Return True if a test cannot start Ray: then a change in what acts on Ray only cannot break it."""
+    return not item.get_closest_marker("ray") and any(item.get_closest_marker(name) for name in WITHOUT_RAY)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
@@ -112,6 +124,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
             stack.enter_context(turn(shared, alone=item.get_closest_marker("alone") is not None))
         if item.get_closest_marker("fast"):
             stack.enter_context(processes_refused(item))
+        elif is_without_ray(item):
+            stack.enter_context(ray_refused(item))
         return (yield)
 
 
@@ -138,6 +152,20 @@ def turn(folder: Path, *, alone: bool) -> Iterator[None]:
             yield
         finally:
             fcntl.flock(room, fcntl.LOCK_UN)  # for forked children too, which have the file open
+
+
+@contextlib.contextmanager
+def ray_refused(item: pytest.Item) -> Iterator[None]:
+    """Make a test that is marked as one without Ray fail where it starts Ray."""
+
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        pytest.fail(f"{item.nodeid} counts as a test without Ray, but starts Ray. Mark the test `ray`.")
+
+    with pytest.MonkeyPatch.context() as patch:
+        import ray
+
+        patch.setattr(ray, "init", refuse)
+        yield
 
 
 @contextlib.contextmanager

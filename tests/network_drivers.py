@@ -21,6 +21,20 @@ def connect(address: str, **options: Any) -> None:
     until(lambda: sum(node["Alive"] for node in ray.nodes()) == 4, "the other nodes", 60)
 
 
+class Placeholder:
+    """Actor that takes the CPUs of a node."""
+
+    def ready(self) -> None: ...
+
+
+def occupy(*resources: str) -> list[Any]:
+    """Take all CPUs of nodes, so that others are used; return the actors that hold them."""
+    actor = ray.remote(num_cpus=2)(Placeholder)
+    actors = [actor.options(resources={name: 0.1}).remote() for name in resources]
+    ray.get([placeholder.ready.remote() for placeholder in actors], timeout=60)
+    return actors
+
+
 def say(text: str) -> None:
     print(f"said: {text}", flush=True)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from sft.test_attention import dense
+from tests.training.test_attention import dense
 
 from raylane.sft.run import trainer
 from raylane.training.model.attention import PackedRows, attend

@@ -16,7 +16,7 @@ from raylane.rl.config import GrpoRunConfig
 from raylane.rl.prompts import load_tokenizer, vocabulary_of
 from raylane.training.vocabulary import Vocabulary
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.ranks
 
 Group = dict[str, Any]
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {

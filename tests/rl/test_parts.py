@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.config_page import reference_markdown
 from tests.rl import tiny
-from tests.sft.config_page import reference_markdown
 from transformers import AutoModelForCausalLM
 
 from raylane.errors import ConfigError, DataError
@@ -220,7 +220,7 @@ def test_example_with_two_rewards_loads() -> None:
 
 def test_reference_page_is_what_the_schema_says() -> None:
     page = Path(__file__).parents[2] / "docs" / "reference" / "grpo-config.md"
-    assert page.read_text() == reference_markdown(GrpoRunConfig), "run: python tests/sft/config_page.py grpo"
+    assert page.read_text() == reference_markdown(GrpoRunConfig), "run: python tests/config_page.py grpo"
 
 
 # Timeline

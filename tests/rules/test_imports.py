@@ -8,13 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.suite.affected import LAYERS, SIDE_BY_SIDE
+from tests.suite.imports import imports_of
 
 SRC = Path(__file__).parents[2] / "src" / "raylane"
-LAYERS = ("core", "transport", "graph", "workers", "weights", "training", "sft", "rl", "bench", "cli")
-"""Each may import what stands to its left."""
 BASE = {"errors", "_ray"}
-KINDS_OF_TRAINING = ("sft", "rl")
-"""Packages that stand beside each other, on `training`."""
 ROOMS = {
     "graph": ("lifecycle", "plan", "values", "channels", "inspect", "worker", "driver", "inline", "api"),
     "transport": ("value", "observe", "hold", "link", "backends", "read", "produce", "groups", "register", "api"),
@@ -31,19 +29,6 @@ TESTING_MAY = {*LAYERS[: LAYERS.index("workers") + 1], "testing"} | BASE
 
 def modules() -> list[Path]:
     return sorted(SRC.rglob("*.py"))
-
-
-def imports(path: Path) -> set[str]:
-    """Return every module that a file imports, as dotted names, in functions and under TYPE_CHECKING too."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
-            assert node.module is not None
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
 
 
 def layer(path: Path) -> str:
@@ -66,16 +51,16 @@ def test_imports_run_from_upper_layers_to_lower_ones() -> None:
             allowed = TESTING_MAY
         elif here not in (*LAYERS, *BASE):  # the package itself
             continue
-        used = own(imports(path)) & {*LAYERS, *BASE, "testing"}
+        used = own(imports_of(path)) & {*LAYERS, *BASE, "testing"}
         wrong += [f"{path.relative_to(SRC)} imports {name}" for name in sorted(used - allowed)]
     assert not wrong
 
 
-@pytest.mark.parametrize("package", KINDS_OF_TRAINING)
+@pytest.mark.parametrize("package", sorted(SIDE_BY_SIDE))
 def test_kinds_of_training_do_not_import_each_other(package: str) -> None:
-    others = {*KINDS_OF_TRAINING} - {package}
+    others = SIDE_BY_SIDE - {package}
     paths = sorted((SRC / package).rglob("*.py"))  # none if the package does not exist
-    wrong = [f"{path.relative_to(SRC)} imports {name}" for path in paths for name in own(imports(path)) & others]
+    wrong = [f"{path.relative_to(SRC)} imports {name}" for path in paths for name in own(imports_of(path)) & others]
     assert not wrong
 
 
@@ -86,7 +71,7 @@ def test_imports_between_rooms_run_one_way(package: str) -> None:
         room = path.relative_to(SRC / package).parts[0].removesuffix(".py")
         if room == "__init__":
             continue
-        used = {name.split(".")[2] for name in imports(path) if name.startswith(f"raylane.{package}.")} - AUTHORING
+        used = {name.split(".")[2] for name in imports_of(path) if name.startswith(f"raylane.{package}.")} - AUTHORING
         allowed = set(rooms[: rooms.index(room) + 1]) if room in rooms else set()
         wrong += [f"{path.relative_to(SRC)} imports {name}" for name in sorted(used - allowed)]
     assert not wrong
@@ -97,7 +82,7 @@ def import_graph() -> dict[str, set[str]]:
     names = {"raylane." + ".".join(path.relative_to(SRC).with_suffix("").parts): path for path in modules()}
     names = {name.removesuffix(".__init__"): path for name, path in names.items()}
     return {
-        name: {t if t in names else t.rpartition(".")[0] for t in imports(path)} & set(names) - {name}
+        name: {t if t in names else t.rpartition(".")[0] for t in imports_of(path)} & set(names) - {name}
         for name, path in names.items()
     }
 
@@ -134,7 +119,7 @@ def test_imports_make_no_cycle() -> None:
 
 def test_core_imports_neither_ray_nor_torch() -> None:
     for path in (SRC / "core").glob("*.py"):
-        assert not {name.split(".")[0] for name in imports(path)} & {"ray", "torch"}, path.name
+        assert not {name.split(".")[0] for name in imports_of(path)} & {"ray", "torch"}, path.name
 
 
 PRIVATE = ("ray._", "ray.experimental.internal_kv", "ray.cloudpickle", "ray.core")
@@ -146,7 +131,7 @@ def test_internals_of_ray_are_used_in_one_module() -> None:
         if path.name == "_ray.py":
             continue
         text = path.read_text()
-        found = {name for name in imports(path) if name.startswith(PRIVATE)}
+        found = {name for name in imports_of(path) if name.startswith(PRIVATE)}
         found |= {word for word in ("global_worker", "core_worker", "_private.", "ray._raylet") if word in text}
         wrong += [f"{path.relative_to(SRC)} uses {name}: move that to raylane/_ray.py" for name in sorted(found)]
     assert not wrong

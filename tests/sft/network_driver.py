@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from tests.network_drivers import ask, connect, say
+from tests.network_drivers import ask, connect, occupy, say
 from tests.sft import tiny_run
 
 from raylane.sft.run import trainer
@@ -69,6 +69,7 @@ def train(folder: Path, name: str, mode: str) -> list[tuple[float, float]]:
 def main(address: str, folder: Path) -> None:
     os.environ.update(TIMEOUT)
     connect(address)
+    placeholders = occupy("two", "three")
     tiny_run.write_data(folder)
     unbroken = train(folder, "unbroken", "off")
     logging.getLogger("raylane").addHandler(Restorer())
@@ -81,6 +82,7 @@ def main(address: str, folder: Path) -> None:
 
     trainer.Trainer._read_oldest = read_and_say  # type: ignore[method-assign]
     assert train(folder, "pulled", "required") == unbroken, "bit for bit"
+    del placeholders
     say("done")
 
 

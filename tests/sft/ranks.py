@@ -33,7 +33,10 @@ def sft_worker() -> Any:
 
 def _serve(rank: int, world: int, port: int, pipe: Any, make: Callable[[], Any]) -> None:
     """Run functions that arrive on `pipe` in a process that is one rank."""
+    import ray
+
     os.environ.update(_variables(rank, world, port))
+    ray.init = _refuse_ray  # tests of ranks do not run for a change in what acts on Ray only
     worker = make()
     while (task := pipe.recv()) is not None:
         function, args = task
@@ -42,6 +45,10 @@ def _serve(rank: int, world: int, port: int, pipe: Any, make: Callable[[], Any])
         except Exception:
             pipe.send((False, traceback.format_exc()))
     worker.teardown()
+
+
+def _refuse_ray(*args: Any, **kwargs: Any) -> None:
+    raise AssertionError("a rank of a test without Ray starts Ray")
 
 
 @contextmanager

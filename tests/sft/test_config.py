@@ -9,6 +9,7 @@ from pathlib import Path
 import pydantic
 import pytest
 import yaml
+from tests.config_page import reference_markdown
 
 from raylane.errors import ConfigError
 from raylane.sft.config.load import build_config, load_config
@@ -16,7 +17,6 @@ from raylane.sft.config.schema import RunConfig
 from raylane.training.config.keys import key_paths
 from raylane.training.config.load import dump
 from raylane.training.run.policy import worker_options
-from sft.config_page import reference_markdown
 from sft.conversations import config, document
 
 ROOT = Path(__file__).parents[2]
@@ -110,7 +110,7 @@ def test_workers_get_environment_and_time_from_the_file(tmp_path: Path) -> None:
 
 def test_the_reference_page_is_what_the_models_say() -> None:
     page = ROOT / "docs" / "reference" / "sft-config.md"
-    assert page.read_text() == reference_markdown(), "run: python tests/sft/config_page.py > " + str(page)
+    assert page.read_text() == reference_markdown(), "run: python tests/config_page.py > " + str(page)
 
 
 def test_every_key_has_a_reason() -> None:

@@ -52,7 +52,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {name: values for file in folder.glob("*.safetensors") for name, values in load_file(file).items()}
 
 
-@pytest.mark.processes
+@pytest.mark.ranks
 def test_training_with_divided_experts_equals_one_process(two, worker, folder, tmp_path):
     new_folder(tmp_path / "start", "mixtral", EXPERTS["mixtral"])
     start = folder_changes(folder, tmp_path / "start")
@@ -78,7 +78,7 @@ OPTIONS = {
 
 
 @pytest.mark.slow
-@pytest.mark.processes
+@pytest.mark.ranks
 @pytest.mark.parametrize("option", OPTIONS)
 def test_options_with_divided_experts_equal_fsdp2(two, folder, tmp_path, option):
     new_folder(tmp_path, "qwen3_moe", EXPERTS["qwen3_moe"])
@@ -94,7 +94,7 @@ def test_options_with_divided_experts_equal_fsdp2(two, folder, tmp_path, option)
 
 
 @pytest.mark.slow
-@pytest.mark.processes
+@pytest.mark.ranks
 def test_worker_whose_experts_nobody_chooses_has_zero_gradients(two, folder, tmp_path):
     plain = new_folder(tmp_path, "gpt_oss", EXPERTS["gpt_oss"])
     for layer in plain.model.layers:

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tests.config_page import rules_markdown
 
 from raylane.errors import ConfigError
 from raylane.sft.config.load import load_config
 from raylane.sft.nemo.dialect import NEMO_RL
 from raylane.sft.nemo.import_config import import_config
-from sft.config_page import rules_markdown
 from sft.nemo_file import NEMO_FILE
 
 PAGE = Path(__file__).parents[2] / "docs/howto/from-nemo-rl.md"
@@ -167,4 +167,4 @@ def test_how_to_page_shows_a_real_session(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_reference_page_has_the_table_of_rules() -> None:
     page = PAGE.parents[1] / "reference" / "nemo-rl-keys.md"
-    assert rules_markdown() in page.read_text(), "replace the table by the result of sft.config_page.rules_markdown()"
+    assert rules_markdown() in page.read_text(), "replace the table by the result of tests.config_page.rules_markdown()"

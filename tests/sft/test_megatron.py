@@ -92,7 +92,7 @@ def four():
 
 
 @needs_megatron
-@pytest.mark.processes
+@pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_two_by_two_workers_equal_a_plain_model(four, folder, model):
@@ -133,7 +133,7 @@ def resumed(worker, config, prepared, folder):
 
 
 @needs_megatron
-@pytest.mark.processes
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_checkpoints_and_folders_go_both_ways(four, folder, tmp_path):
     """From Megatron with two tensor-parallel workers to raylane's own layers, and back."""

@@ -12,7 +12,7 @@ from sft import measuring
 from sft.measuring import D
 from sft.ranks import RankGroups, Ranks
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.ranks
 
 ALWAYS, NEVER = {D + "shard_parameters": "always"}, {D + "shard_parameters": "never"}
 FULL, HALF = {D + "activation_checkpointing": True}, {"policy.precision": "bfloat16"}

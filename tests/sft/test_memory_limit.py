@@ -19,7 +19,7 @@ from sft import measuring, reference_loop, tiny_run
 from sft.measuring import HF, D
 from sft.ranks import Ranks
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.ranks
 
 LAYERS = 24
 SIZES = {

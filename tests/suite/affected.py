@@ -34,8 +34,31 @@ TESTED = {
     "gpu": "cli",
 }
 """Uppermost package of `src/raylane` that each folder of tests, with its helpers, may import."""
+REACHES_ABOVE = {
+    "tests/bench/test_graph.py": "cli",
+    "tests/bench/test_rl.py": "cli",
+    "tests/bench/test_sft.py": "cli",
+    "tests/bench/test_weights.py": "cli",
+    "tests/core/traces/record.py": "graph",
+    "tests/graph/test_operations.py": "workers",
+    "tests/graph/test_references.py": "workers",
+    "tests/sft/test_export.py": "cli",
+    "tests/sft/test_report.py": "cli",
+    "tests/transport/test_tls.py": "graph",
+    "tests/transport/test_tracing.py": "cli",
+    "tests/weights/test_readers.py": "cli",
+    "tests/weights/test_weights.py": "cli",
+}
+"""Uppermost package of files that import a package above that of their folder; they run for it, too."""
 TESTING = "testing"
 """Folder of the tests of `raylane.testing`. They may import up to `workers`."""
+TRAINING = frozenset({"training", "sft", "rl"})
+"""Folders with tests that compute without Ray: in the test process, or in plain processes as ranks."""
+ON_RAY = frozenset({"transport", "graph", "weights"})
+"""Packages that the folders of `TRAINING` use in processes of Ray only: changes cannot break tests without Ray.
+
+`tests/conftest.py` and `tests/sft/ranks.py` keep such tests from starting one.
+"""
 ALWAYS = ("rules", "suite")
 """Folders of quick tests about the whole repository, which every change runs."""
 
@@ -62,10 +85,14 @@ QUARTERS = 4
 
 @dataclass(frozen=True)
 class Choice:
-    """Test files to run, as paths below the root, and one line for each reason."""
+    """Test files to run, as paths below the root."""
 
     files: frozenset[str]
+    """Files of which all tests run."""
+    on_ray: frozenset[str]
+    """Files of which the tests on Ray run."""
     reasons: tuple[str, ...]
+    """A line for each changed file."""
 
 
 def may_import(upper: str, lower: str) -> bool:
@@ -100,7 +127,7 @@ def affected(changed: Iterable[str], files: Iterable[str], helpers: Mapping[str,
     All are paths below the root. A path that no rule knows stands for everything.
     """
     files = frozenset(files)
-    folders, single, reasons = set(ALWAYS), set(), []
+    folders, on_ray, single, reasons = set(ALWAYS), set(), set(), []
     for path in sorted(changed):
         parts = path.split("/")
         if path.startswith(DOCUMENTS):
@@ -117,13 +144,18 @@ def affected(changed: Iterable[str], files: Iterable[str], helpers: Mapping[str,
             reached = {"benchmarks"}
         elif parts[:2] == ["src", "raylane"] and not path.startswith(EVERYTHING) and parts[2] in LAYERS:
             reached = set(folders_above(parts[2], helpers))
+            if parts[2] in ON_RAY:
+                on_ray |= reached & TRAINING
+                reached -= TRAINING
+            single |= {file for file, top in REACHES_ABOVE.items() if file in files and may_import(top, parts[2])}
         elif parts[0] == "tests" and len(parts) > 2 and (parts[1] in TESTED or parts[1] in (TESTING, *ALWAYS)):
             reached = users_of({parts[1]}, helpers)
         else:
-            return Choice(files, (f"{path}: all tests depend on it",))
+            return Choice(files, frozenset(), (f"{path}: all tests depend on it",))
         folders |= reached
         reasons.append(f"{path}: {', '.join(sorted(reached)) or 'the rules'}")
-    return Choice(frozenset(single | {file for file in files if file.split("/")[1] in folders}), tuple(reasons))
+    chosen = frozenset(single | {file for file in files if file.split("/")[1] in folders})
+    return Choice(chosen, frozenset(file for file in files if file.split("/")[1] in on_ray) - chosen, tuple(reasons))
 
 
 def quarter_of(file: str) -> int:
@@ -149,10 +181,11 @@ def chosen(
     """
     files = frozenset(files)
     if changed is None:
-        return Choice(files, ("tests/proven.json names no commit before this one: all tests",))
+        return Choice(files, frozenset(), ("tests/proven.json names no commit before this one: all tests",))
     choice, due = affected(changed, files, helpers), quarter_due(proven_at)
     others = {file for file in files - choice.files if quarter_of(file) == due}
-    return Choice(choice.files | others, (*choice.reasons, f"quarter {due} of the others: {len(others)} files"))
+    reasons = (*choice.reasons, f"quarter {due} of the others: {len(others)} files")
+    return Choice(choice.files | others, choice.on_ray - others, reasons)
 
 
 def files_with_tests(root: Path = ROOT) -> list[str]:
@@ -182,7 +215,7 @@ def commit_count(commit: str) -> int:
 
 
 def main(words: Sequence[str]) -> int:
-    """Print the chosen files, one a line, and the reasons to standard error. With `passed all|ci`, record a success."""
+    """Write the chosen files into a folder, as chosen.txt and on_ray.txt. With `passed all|ci`, record a success."""
     from tests.suite.imports import helper_folders
 
     try:
@@ -202,11 +235,12 @@ def main(words: Sequence[str]) -> int:
         PROVEN.write_text(json.dumps(record, indent=1) + "\n")
         print(f"tests/proven.json names {head[:10]} now: commit it.")
         return 0
-    choice = chosen(changed_files(record["all"]), quarters, files_with_tests(), helper_folders())
-    print(
-        "\n".join(choice.reasons), f"{len(choice.files)} of {len(files_with_tests())} files", sep="\n", file=sys.stderr
-    )
-    print("\n".join(sorted(choice.files)))
+    files, (folder,) = files_with_tests(), words
+    choice = chosen(changed_files(record["all"]), quarters, files, helper_folders())
+    Path(folder, "chosen.txt").write_text("".join(f"{file}\n" for file in sorted(choice.files)))
+    Path(folder, "on_ray.txt").write_text("".join(f"{file}\n" for file in sorted(choice.on_ray)))
+    print(*choice.reasons, sep="\n")
+    print(f"all tests of {len(choice.files)}, those on Ray of {len(choice.on_ray)} of {len(files)} files")
     return 0
 
 

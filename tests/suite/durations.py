@@ -88,9 +88,7 @@ def problems(rows: Mapping[str, Row], functions: Mapping[str, int]) -> list[str]
         if row.file.removesuffix(PURE) not in functions:
             lines.append(f"{row.file} has a row, but does not exist. Delete the row.")
         if row.seconds > row.budget:
-            lines.append(
-                f"{row.file} took {row.seconds:.1f} s, its budget is {row.budget}. Make it quicker or raise it."
-            )
+            lines.append(f"{row.file} took {row.seconds:.1f} s of {row.budget}. Make it quicker, or raise its budget.")
     total = sum(row.budget for row in rows.values())
     if total > LIMIT_S * PROCESSES:
         lines.append(

@@ -1,6 +1,6 @@
 """Pages docs/reference/sft-config.md and grpo-config.md, made from the schemas, so that they are never out of date.
 
-`python tests/sft/config_page.py > docs/reference/sft-config.md` writes the first page, with the argument grpo the
+`python tests/config_page.py > docs/reference/sft-config.md` writes the first page, with the argument grpo the
 second; tests compare the files with the output.
 """
 
@@ -22,7 +22,7 @@ from raylane.sft.nemo.keys import RENAMES, RULES
 
 HEAD = """# Configuration of a fine-tuning run
 
-Generated from the code by `python tests/sft/config_page.py`; do not edit.
+Generated from the code by `python tests/config_page.py`; do not edit.
 
 A run is one YAML file. `defaults: base.yaml` (or a list of files, relative to this one) merges it over other files.
 Every key can also be set on the command line:
@@ -46,7 +46,7 @@ NeMo-RL are understood: see [Move from NeMo-RL](../howto/from-nemo-rl.md).
 
 GRPO_HEAD = """# Configuration of a GRPO run
 
-Generated from the code by `python tests/sft/config_page.py grpo`; do not edit.
+Generated from the code by `python tests/config_page.py grpo`; do not edit.
 
 A run is one YAML file; overrides, `defaults:` and `${...}` work as [in fine-tuning](sft-config.md). The sections
 `policy`, `checkpointing`, `logger` and `cluster` are those of fine-tuning too. A micro-batch has
