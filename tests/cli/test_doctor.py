@@ -12,6 +12,7 @@ from raylane.transport.backends.registry import backends
 
 
 @pytest.mark.processes
+@pytest.mark.tour
 def test_the_doctor_tries_everything_between_all_places(tmp_path: Path) -> None:
     out = tmp_path / "doctor.json"
     command = [sys.executable, "-m", "raylane", "doctor", "--json", str(out)]

@@ -8,6 +8,7 @@ import runpy
 import pytest
 from tests.examples.programs import ROOT, output_of
 
+pytestmark = pytest.mark.tour
 SHOWN = re.compile(r"<!-- output of examples/(\w+\.py) -->\n```\w*\n(.*?)```", re.DOTALL)
 PAGE = (ROOT / "docs/tutorial/first-steps.md").read_text()
 

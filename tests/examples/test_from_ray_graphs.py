@@ -8,6 +8,7 @@ import runpy
 import pytest
 from tests.examples.programs import ROOT
 
+pytestmark = pytest.mark.tour
 PAGE = (ROOT / "docs/howto/from-ray-compiled-graphs.md").read_text()
 
 

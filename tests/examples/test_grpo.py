@@ -15,7 +15,7 @@ from raylane.rl import trainer
 from raylane.rl.config import load_config
 from raylane.training.report.metrics import read_metrics
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.tour]
 
 
 def test_rollout_queue_prints_all_groups(ray_session: None) -> None:

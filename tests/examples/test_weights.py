@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.examples.programs import ROOT, output_of
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.ray, pytest.mark.tour]
 
 
 @pytest.mark.slow

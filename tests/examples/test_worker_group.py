@@ -6,8 +6,10 @@ import importlib.util
 import sys
 from pathlib import Path
 
+import pytest
 import ray
 
+pytestmark = pytest.mark.tour
 ROOT = Path(__file__).parents[2]
 
 

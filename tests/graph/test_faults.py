@@ -128,6 +128,7 @@ def test_value_that_cannot_be_unpickled_fails_its_execution(workers: list[Any]) 
         assert g.execute(1).get() == 1
 
 
+@pytest.mark.tour
 @pytest.mark.parametrize("victim", [0, 1])
 def test_killed_actor_ends_the_graph_but_not_other_actors(
     workers: list[Any], victim: int, eventually: Eventually

@@ -7,7 +7,7 @@ import re
 import pytest
 from tests import networks
 
-pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.processes]
+pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.ray]
 
 
 def test_graph_over_three_nodes_survives_a_pulled_cable(hosts: networks.Hosts) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests import networks
 
-pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.processes]
+pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.ray]
 
 
 def test_payloads_pass_between_hosts_and_losses_are_told(hosts: networks.Hosts) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sft import tiny_run
-from sft.ranks import only_worker
+from sft.ranks import RankGroups, Ranks, only_worker
 
 
 @pytest.fixture(scope="module")
@@ -18,6 +18,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
     tiny_run.write_data(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def groups() -> Iterator[RankGroups]:
+    """Ranks that the tests of all files share: starting them costs seconds."""
+    with RankGroups() as groups:
+        yield groups
+
+
+@pytest.fixture
+def ranks(groups: RankGroups) -> Ranks:
+    """Two ranks."""
+    return groups.of(2)
+
+
+@pytest.fixture
+def four_ranks(groups: RankGroups) -> Ranks:
+    """Four ranks."""
+    return groups.of(4)
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable
 from itertools import combinations
 from typing import Any, TypeVar
 
+import pytest
+
 TP, CP, PP = "tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size"
 EP = "expert_parallel_size"
 REPLICAS, SCHEDULE = "dp_replicate_size", "pipeline_schedule"
@@ -56,6 +58,11 @@ Case = tuple[str, bool]
 MATRIX: list[Case] = [(name, packing) for name in LAYOUTS for packing in (True, False)]
 QUICK: list[Case] = [("tp2-pp2", True), ("dp2-cp2", True), ("hsdp2x2", True)]
 """Cases of four workers that together use every axis; `make test` runs these."""
+
+
+def in_matrix(*cases: Any) -> list[Any]:
+    """Return parameters of a test, tuples for several, that only `make test-matrix` runs."""
+    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.matrix) for case in cases]
 
 
 def axes_of(layout: str) -> set[str]:

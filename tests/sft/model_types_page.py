@@ -38,7 +38,7 @@ PROOFS = (
         "the same",
     ),
     (
-        "FSDP2 to pipeline for " + ", ".join(f"`{name}`" for name in DENSE),
+        "pairs of divisions of " + ", ".join(f"`{name}`" for name in DENSE),
         ("test_parallel.py::test_layouts_equal_one_process", "test_parallel.py::test_every_family_equals_one_process"),
         "losses, gradients and weights of a loop that shares no code with raylane",
     ),

@@ -80,6 +80,8 @@ class Ranks:
     """`world` processes, each with one worker; a context manager that ends them."""
 
     def __init__(self, world: int, make: Callable[[], Any] = sft_worker) -> None:
+        self.is_usable = True
+        """False after a failure: other ranks may still wait for the one that failed."""
         self._store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
         pipes = [CONTEXT.Pipe() for _ in range(world)]
         self._pipes = [ours for ours, _ in pipes]
@@ -89,6 +91,7 @@ class Ranks:
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Call `function(worker, *args)` on every rank; return the results, or raise the first failure."""
+        self.is_usable = False
         for pipe in self._pipes:
             pipe.send((function, args))
         answers: dict[int, Any] = {}
@@ -101,6 +104,7 @@ class Ranks:
                 ok, answers[missing[pipe]] = pipe.recv()
                 # At once: the other ranks may wait for this one for ever.
                 assert ok, f"rank {missing[pipe]}: {answers[missing[pipe]]}"
+        self.is_usable = True
         return [answers[rank] for rank in range(len(self._pipes))]
 
     def __enter__(self) -> Ranks:
@@ -108,10 +112,10 @@ class Ranks:
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
         for pipe, process in zip(self._pipes, self._processes, strict=True):
-            if kind is None and process.is_alive():
+            if kind is None and self.is_usable and process.is_alive():
                 pipe.send(None)
         for process in self._processes:
-            if kind is None:
+            if kind is None and self.is_usable:
                 process.join(60)
             process.kill()
             process.join(10)
@@ -124,7 +128,9 @@ class RankGroups:
         self._groups: dict[int, Ranks] = {}
 
     def of(self, world: int) -> Ranks:
-        """Return the group of so many ranks."""
+        """Return the group of so many ranks; a new one after a failure."""
+        if world in self._groups and not self._groups[world].is_usable:
+            self._groups.pop(world).__exit__(None, None, None)
         if world not in self._groups:
             self._groups[world] = Ranks(world)
         return self._groups[world]

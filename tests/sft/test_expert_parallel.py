@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from raylane.sft.data.prepare import prepare
 from sft import tiny_run
 from sft.layouts import CP, EP, FSDP, PP, REPLICAS, TP
 from sft.model_types import EXPERTS, folder_changes, new_folder
-from sft.ranks import Ranks
 
 D = "policy.dtensor_cfg."
 EXPERT_PARALLEL = {"cluster.num_workers": 2, D + EP: 2}
@@ -23,12 +21,6 @@ SHARDED = {"cluster.num_workers": 2, D + "shard_parameters": FSDP["shard_paramet
 # AdamW divides each gradient by its own size: with a small eps rounding errors would decide about whole steps.
 TRAINING = {"policy.optimizer.kwargs": {"lr": 1e-3, "eps": 1e-4}, "policy.max_grad_norm": 0.05}
 STEPS = 3
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 def trained(worker: Any, folder: Path, changes: dict[str, Any], out: Path) -> list[float]:
@@ -52,12 +44,11 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {name: values for file in folder.glob("*.safetensors") for name, values in load_file(file).items()}
 
 
-@pytest.mark.ranks
-def test_training_with_divided_experts_equals_one_process(two, worker, folder, tmp_path):
+def test_training_with_divided_experts_equals_one_process(ranks, worker, folder, tmp_path):
     new_folder(tmp_path / "start", "mixtral", EXPERTS["mixtral"])
     start = folder_changes(folder, tmp_path / "start")
     losses = trained(worker, folder, start, tmp_path / "alone")
-    for of_rank in two.run(trained, folder, {**start, **EXPERT_PARALLEL}, tmp_path / "divided"):
+    for of_rank in ranks.run(trained, folder, {**start, **EXPERT_PARALLEL}, tmp_path / "divided"):
         assert of_rank == pytest.approx(losses, abs=1e-5, rel=0)
     expected, exported = tensors(tmp_path / "alone/hf"), tensors(tmp_path / "divided/hf")
     assert set(exported) == set(expected) == set(tensors(tmp_path / "start"))
@@ -78,13 +69,12 @@ OPTIONS = {
 
 
 @pytest.mark.slow
-@pytest.mark.ranks
 @pytest.mark.parametrize("option", OPTIONS)
-def test_options_with_divided_experts_equal_fsdp2(two, folder, tmp_path, option):
+def test_options_with_divided_experts_equal_fsdp2(ranks, folder, tmp_path, option):
     new_folder(tmp_path, "qwen3_moe", EXPERTS["qwen3_moe"])
     changes = {**folder_changes(folder, tmp_path), **OPTIONS[option]}
-    (loss, gradients), _ = two.run(gradients_of, folder, {**changes, **EXPERT_PARALLEL})
-    (expected_loss, expected), _ = two.run(gradients_of, folder, {**changes, **SHARDED})
+    (loss, gradients), _ = ranks.run(gradients_of, folder, {**changes, **EXPERT_PARALLEL})
+    (expected_loss, expected), _ = ranks.run(gradients_of, folder, {**changes, **SHARDED})
     # In bfloat16 sums in another order are rounded to other numbers.
     tolerance = 3e-2 if option == "bfloat16" else 1e-5
     assert abs(loss - expected_loss) < tolerance
@@ -94,8 +84,7 @@ def test_options_with_divided_experts_equal_fsdp2(two, folder, tmp_path, option)
 
 
 @pytest.mark.slow
-@pytest.mark.ranks
-def test_worker_whose_experts_nobody_chooses_has_zero_gradients(two, folder, tmp_path):
+def test_worker_whose_experts_nobody_chooses_has_zero_gradients(ranks, folder, tmp_path):
     plain = new_folder(tmp_path, "gpt_oss", EXPERTS["gpt_oss"])
     for layer in plain.model.layers:
         layer.mlp.router.bias.data.copy_(torch.tensor([9.0, 9.0, 0.0, 0.0]))
@@ -104,7 +93,7 @@ def test_worker_whose_experts_nobody_chooses_has_zero_gradients(two, folder, tmp
     changes = {**folder_changes(folder, tmp_path), **EXPERT_PARALLEL}
     config = tiny_run.config_of(folder, changes)
     batch = tiny_run.global_batch(config, prepare(config))
-    (result, _) = two.run(gradients_of, folder, changes)
+    (result, _) = ranks.run(gradients_of, folder, changes)
     tiny_run.assert_same(result, tiny_run.reference_gradients(plain.train(), batch))
     assert not result[1]["model.layers.0.mlp.experts.down_proj"][2:].any()
 

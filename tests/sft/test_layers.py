@@ -10,6 +10,7 @@ from raylane.errors import ConfigError
 from raylane.sft.data.prepare import prepare
 from raylane.training.model import build
 from sft import tiny_run
+from sft.layouts import in_matrix
 
 CHECKPOINTING = "policy.dtensor_cfg.activation_checkpointing"
 COMPILE = {"policy.dtensor_cfg.compile_layers": True}
@@ -59,7 +60,14 @@ def test_selective_checkpointing_repeats_no_matrix_product(worker, folder):
 # The compiler warns of itself: it uses deprecated parts of torch, and reads .grad of intermediate results.
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{}, SHARDED, {CHECKPOINTING: "full"}, {CHECKPOINTING: "selective"}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {**SHARDED, CHECKPOINTING: "full"},
+        {CHECKPOINTING: "selective"},
+        *in_matrix({}, SHARDED, {CHECKPOINTING: "full"}),
+    ],
+)
 def test_compiled_layers_have_the_gradients_of_plain_ones(worker, folder, changes):
     wanted = gradients(worker, folder, {**FOUR_LAYERS})
     torch.compiler.reset()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tests import networks
 
-pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.processes]
+pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.ray]
 
 
 def test_training_over_two_nodes_survives_a_pulled_cable(hosts: networks.Hosts, tmp_path: Path) -> None:

@@ -9,10 +9,9 @@ from safetensors.torch import load_file
 from raylane.errors import ConfigError
 from raylane.sft.data.prepare import prepare
 from sft import tiny_run
-from sft.ranks import Ranks
+from sft.layouts import in_matrix
 
 pytestmark = [
-    pytest.mark.processes,
     pytest.mark.slow,
     # PEFT 0.21 asks transformers 5.23 by an old name.
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
@@ -34,12 +33,6 @@ LORA = {KEY: {"enabled": True, "dim": 3, "alpha": 6}}
 STEPS = 4
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    with Ranks(2) as ranks:
-        yield ranks
-
-
 def config_of(folder, changes, parallel=None):
     keys = {f"policy.dtensor_cfg.{key}": value for key, value in (parallel or {}).items()}
     return tiny_run.config_of(folder, {**changes, "cluster.num_workers": 2, "policy.train_micro_batch_size": 1, **keys})
@@ -51,7 +44,7 @@ def train(worker, config, prepared):
     return [worker.train_step(number)["loss"] for number in range(STEPS)]
 
 
-@pytest.mark.parametrize("layout", PARALLEL)
+@pytest.mark.parametrize("layout", ["tp-sp", "pp", *in_matrix("tp", "cp")])
 def test_muon_equals_one_process(ranks, folder, layout):
     config = config_of(folder, MUON, PARALLEL[layout])
     prepared = prepare(config)
@@ -69,12 +62,6 @@ def test_token_budget_equals_one_process(ranks, folder, layout):
         assert losses == pytest.approx(wanted, abs=2e-5)
 
 
-@pytest.fixture(scope="module")
-def four():
-    with Ranks(4) as ranks:
-        yield ranks
-
-
 def train_and_save(worker, config, prepared, folder):
     """Return the losses of some steps on one rank; write the model and its adapters."""
     losses = train(worker, config, prepared)
@@ -82,7 +69,7 @@ def train_and_save(worker, config, prepared, folder):
     return losses
 
 
-@pytest.mark.parametrize("layout", PARALLEL)
+@pytest.mark.parametrize("layout", ["tp", "cp", *in_matrix("tp-sp", "pp")])
 def test_adapters_equal_those_of_undivided_layers(ranks, folder, tmp_path, layout):
     plain, divided = config_of(folder, LORA), config_of(folder, LORA, PARALLEL[layout])
     prepared = prepare(plain)
@@ -101,20 +88,26 @@ def test_adapters_equal_those_of_undivided_layers(ranks, folder, tmp_path, layou
 
 
 @pytest.mark.parametrize("options", [MUON, LORA])
-def test_shards_of_divided_layers_equal_whole_ones(ranks, four, folder, options):
+def test_shards_of_divided_layers_equal_whole_ones(ranks, four_ranks, folder, options):
     """Two workers divide each matrix, and two divide the parts once more."""
     plain = config_of(folder, options)
     prepared = prepare(plain)
     wanted = ranks.run(train, plain, prepared)[0]
     both = config_of(folder, {**options, "policy.dtensor_cfg.shard_parameters": "always"}, PARALLEL["tp-sp"])
     four_workers = both.model_copy(update={"cluster": both.cluster.model_copy(update={"num_workers": 4})})
-    for losses in four.run(train, four_workers, prepared):
+    for losses in four_ranks.run(train, four_workers, prepared):
         assert losses == pytest.approx(wanted, abs=2e-5)
 
 
-@pytest.mark.parametrize("position", ["pre", "post"])
-@pytest.mark.parametrize("layout", ["tp", "tp-sp"])
-def test_dropout_of_adapters_equals_that_of_whole_layers(ranks, four, folder, layout, position):
+@pytest.mark.parametrize(
+    ("layout", "position"),
+    [
+        ("tp", "pre"),
+        ("tp-sp", "post"),
+        *in_matrix(("tp", "post"), ("tp-sp", "pre")),
+    ],
+)
+def test_dropout_of_adapters_equals_that_of_whole_layers(ranks, four_ranks, folder, layout, position):
     """The masks are those of undivided layers, so the losses are the same numbers."""
     settings = {**LORA[KEY], "dropout": 0.4, "dropout_position": position}
     plain = config_of(folder, {KEY: settings})
@@ -123,7 +116,7 @@ def test_dropout_of_adapters_equals_that_of_whole_layers(ranks, four, folder, la
     assert wanted != pytest.approx(ranks.run(train, config_of(folder, LORA), prepared)[0], abs=1e-4)
     both = config_of(folder, {KEY: settings}, PARALLEL[layout])
     four_workers = both.model_copy(update={"cluster": both.cluster.model_copy(update={"num_workers": 4})})
-    for losses in four.run(train, four_workers, prepared):
+    for losses in four_ranks.run(train, four_workers, prepared):
         assert losses == pytest.approx(wanted, abs=2e-5)
 
 
@@ -133,7 +126,10 @@ def gradients(worker, config, prepared, batch):
     return worker.gradients(batch, 1)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved_1f1b", "interleaved_zero_bubble"])
+@pytest.mark.parametrize(
+    "schedule",
+    ["interleaved_zero_bubble", *in_matrix("1f1b", "gpipe", "interleaved_1f1b")],
+)
 def test_adapters_in_a_pipeline_have_the_gradients_of_peft(ranks, folder, tmp_path, schedule):
     from peft import PeftModel
 

@@ -30,8 +30,6 @@ from sft import reference_loop, tiny_run
 from sft.layouts import COVERING, LAYOUTS, MATRIX, OVER_EDGES, QUICK
 from sft.ranks import RankGroups, Ranks
 
-pytestmark = pytest.mark.processes
-
 CONVERSATIONS, PACKED_ROWS, ROW_TOKENS, STEPS, EPS = 24, 8, 128, 3, 1e-4
 
 FAMILIES = ("llama", "qwen2", "mistral", "gemma", "gemma2", "gemma3_text")
@@ -112,22 +110,6 @@ def reference(folder: Path) -> Reference:
     return Reference(folder)
 
 
-@pytest.fixture(scope="module")
-def groups() -> Iterator[RankGroups]:
-    with RankGroups() as groups:
-        yield groups
-
-
-@pytest.fixture
-def two(groups: RankGroups) -> Ranks:
-    return groups.of(2)
-
-
-@pytest.fixture
-def four(groups: RankGroups) -> Ranks:
-    return groups.of(4)
-
-
 def computed(worker: Any, folder: Path, changes: dict[str, Any]) -> dict[str, Any]:
     """Return loss, gradients, losses of some steps, and the weights after them. Runs on every rank."""
     config = tiny_run.config_of(folder, changes)
@@ -169,20 +151,12 @@ def test_layouts_equal_one_process(
     assert_equal(groups.of(world).run(computed, folder, changes_of(world, settings, packing)), reference)
 
 
-@pytest.mark.parametrize(
-    ("model_type", "layout"),
-    [
-        # Each family once in the covering set, by turns.
-        pytest.param(
-            family, layout, marks=pytest.mark.slow if number % 2 == FAMILY_LAYOUTS.index(layout) else pytest.mark.matrix
-        )
-        for number, family in enumerate(FAMILIES)
-        for layout in FAMILY_LAYOUTS
-    ],
-)
-def test_every_family_equals_one_process(four: Ranks, folder: Path, model_type: str, layout: str) -> None:
+@pytest.mark.matrix  # each family once with some layout: `test_type_layouts`
+@pytest.mark.parametrize("layout", FAMILY_LAYOUTS)
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_every_family_equals_one_process(four_ranks: Ranks, folder: Path, model_type: str, layout: str) -> None:
     changes = changes_of(4, LAYOUTS[layout][1], packing=True, model_type=model_type)
-    assert_equal(four.run(computed, folder, changes), Reference(folder, model_type))
+    assert_equal(four_ranks.run(computed, folder, changes), Reference(folder, model_type))
 
 
 def answers(worker: Any, folder: Path, changes: dict[str, Any], prompts: list[list[int]]) -> list[Any]:
@@ -196,7 +170,7 @@ def answers(worker: Any, folder: Path, changes: dict[str, Any], prompts: list[li
 
 
 @pytest.mark.slow
-def test_answers_are_the_same_on_every_layout(four: Ranks, folder: Path) -> None:
+def test_answers_are_the_same_on_every_layout(four_ranks: Ranks, folder: Path) -> None:
     """Against `generate` of transformers, which continues one prompt at a time with a key-value cache."""
     config = tiny_run.config_of(folder, changes_of(1, {}, packing=True))
     prepared = prepare(config)
@@ -207,7 +181,7 @@ def test_answers_are_the_same_on_every_layout(four: Ranks, folder: Path) -> None
         )
     ]
     found = {
-        layout: four.run(answers, folder, changes_of(4, LAYOUTS[layout][1], packing=True), prompts)
+        layout: four_ranks.run(answers, folder, changes_of(4, LAYOUTS[layout][1], packing=True), prompts)
         for layout in ("dp4", "tp2-pp2", "tp2-cp2", "cp2-pp2")
     }
     first, ended = found["dp4"][0]
@@ -245,22 +219,22 @@ def evaluated_from_a_folder(worker: Any, folder: Path, changes: dict[str, Any], 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["qwen3", "gemma", "gemma3_text"])
 def test_models_start_from_the_folders_that_they_were_written_to(
-    two: Ranks, folder: Path, tmp_path: Path, model_type: str
+    ranks: Ranks, folder: Path, tmp_path: Path, model_type: str
 ) -> None:
     for layout in ("tp2", "pp2"):
         changes = changes_of(2, LAYOUTS[layout][1], packing=True, model_type=model_type)
-        for before, after in two.run(evaluated_from_a_folder, folder, changes, str(tmp_path / layout)):
+        for before, after in ranks.run(evaluated_from_a_folder, folder, changes, str(tmp_path / layout)):
             assert abs(before - after) < 1e-5
 
 
 @pytest.mark.slow
-def test_vocabularies_that_do_not_divide_equal_one_process(two: Ranks, folder: Path) -> None:
+def test_vocabularies_that_do_not_divide_equal_one_process(ranks: Ranks, folder: Path) -> None:
     """Logits of parts of different sizes; the self-check of `setup` passes through a loss function made from logits."""
     odd = {"policy.hf_config_overrides.vocab_size": 331}
     wanted = Reference(folder, changes=odd)
     for layout in ("tp2", "tp2-sp"):
         changes = {**changes_of(2, LAYOUTS[layout][1], packing=True), **odd}
-        assert_equal(two.run(computed, folder, changes), wanted)
+        assert_equal(ranks.run(computed, folder, changes), wanted)
 
 
 def dtype_of_weights(worker: Any, folder: Path, changes: dict[str, Any]) -> str:
@@ -282,9 +256,9 @@ def dtype_of_weights(worker: Any, folder: Path, changes: dict[str, Any]) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["fsdp2", "tp2", "cp2", "pp2"])
-def test_loss_functions_get_tensors_as_they_were_sent(two: Ranks, folder: Path, layout: str) -> None:
+def test_loss_functions_get_tensors_as_they_were_sent(ranks: Ranks, folder: Path, layout: str) -> None:
     changes = {**changes_of(2, LAYOUTS[layout][1], packing=True), "policy.precision": "bfloat16"}
-    assert set(two.run(dtype_of_weights, folder, changes)) - {""} == {"torch.float32"}
+    assert set(ranks.run(dtype_of_weights, folder, changes)) - {""} == {"torch.float32"}
 
 
 def step_with_a_fault(worker: Any, folder: Path, changes: dict[str, Any]) -> tuple[float, bool]:
@@ -306,10 +280,10 @@ def step_with_a_fault(worker: Any, folder: Path, changes: dict[str, Any]) -> tup
     return metrics.get("skipped", 0.0), all(torch.equal(*pair) for pair in zip(before, after, strict=True))
 
 
-def test_all_ranks_skip_a_step_that_one_of_them_must_skip(two: Ranks, folder: Path) -> None:
+def test_all_ranks_skip_a_step_that_one_of_them_must_skip(ranks: Ranks, folder: Path) -> None:
     """Tensor-parallel ranks compute the gradients of a norm's weights each for themselves."""
     changes = {**changes_of(2, LAYOUTS["tp2"][1], packing=True), "sft.on_nan": "skip"}
-    assert two.run(step_with_a_fault, folder, changes) == [(1.0, True)] * 2
+    assert ranks.run(step_with_a_fault, folder, changes) == [(1.0, True)] * 2
 
 
 def trained_and_saved(worker: Any, folder: Path, changes: dict[str, Any], state: str, start: str | None) -> float:
@@ -323,12 +297,12 @@ def trained_and_saved(worker: Any, folder: Path, changes: dict[str, Any], state:
 
 
 @pytest.mark.slow
-def test_checkpoints_load_around_a_ring_of_layouts(four: Ranks, folder: Path, tmp_path: Path) -> None:
+def test_checkpoints_load_around_a_ring_of_layouts(four_ranks: Ranks, folder: Path, tmp_path: Path) -> None:
     """Weights and the optimizer's averages come over, or the second loss would differ."""
     losses, start = [], None
     for number, layout in enumerate([*RING, RING[0]]):
         changes, state = changes_of(4, LAYOUTS[layout][1], packing=True), str(tmp_path / f"state-{number}")
-        losses.append(four.run(trained_and_saved, folder, changes, state, start)[0])
+        losses.append(four_ranks.run(trained_and_saved, folder, changes, state, start)[0])
         start = state
     expected = Reference(folder, steps=len(RING) + 1).losses
     assert losses == pytest.approx(expected, abs=1e-5, rel=0)
@@ -336,13 +310,13 @@ def test_checkpoints_load_around_a_ring_of_layouts(four: Ranks, folder: Path, tm
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("source", RING)
-def test_checkpoints_load_on_every_other_layout(four: Ranks, folder: Path, tmp_path: Path, source: str) -> None:
+def test_checkpoints_load_on_every_other_layout(four_ranks: Ranks, folder: Path, tmp_path: Path, source: str) -> None:
     expected = Reference(folder, steps=2).losses
     first = str(tmp_path / "state")
-    loss = four.run(trained_and_saved, folder, changes_of(4, LAYOUTS[source][1], packing=True), first, None)[0]
+    loss = four_ranks.run(trained_and_saved, folder, changes_of(4, LAYOUTS[source][1], packing=True), first, None)[0]
     for layout in ("dp4", *RING):
         changes, state = changes_of(4, LAYOUTS[layout][1], packing=True), str(tmp_path / layout)
-        losses = [loss, four.run(trained_and_saved, folder, changes, state, first)[0]]
+        losses = [loss, four_ranks.run(trained_and_saved, folder, changes, state, first)[0]]
         assert losses == pytest.approx(expected, abs=1e-5, rel=0), layout
 
 

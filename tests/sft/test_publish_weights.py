@@ -16,7 +16,7 @@ from raylane.sft.run import trainer
 from raylane.training.checkpoint import folders
 from raylane.training.report.metrics import read_metrics
 from sft import tiny_run
-from sft.layouts import COVERING, LAYOUTS, OVER_EDGES, SCHEDULE
+from sft.layouts import LAYOUTS, OVER_EDGES, SCHEDULE
 from sft.worker_run import WorkerRun
 
 NAME = "policy.publish_weights.name"
@@ -25,7 +25,7 @@ UNTIED = {"policy.hf_config_overrides.tie_word_embeddings": False}
 HALF = {"policy.publish_weights.dtype": "bfloat16", "checkpointing.hf_dtype": "bfloat16"}
 QUICK = {"tp2-pp2-lora", "dp2-cp2", "hsdp2x2"}
 """Cases of four workers that together use every axis; `make test` runs these."""
-SLOW = {*(layout for layout, _ in COVERING), "dp2-tp2-lora", "hsdp2x2-lora"} - QUICK
+SLOW = {"tp2", "tp2-cp2", "pp2-interleaved", "dp2-pp2", "hsdp2x2-lora"}
 """Cases that `make test-all` runs too."""
 FURTHER = {"dp2-cp2": UNTIED, "hsdp2x2": HALF}
 """Further settings of layouts without LoRA."""

@@ -43,6 +43,7 @@ def uninterrupted(ray_session, folder):
     return result, losses(config)
 
 
+@pytest.mark.tour
 def test_run_learns_and_writes_model_report_and_sample(uninterrupted, folder):
     from transformers import AutoModelForCausalLM
 

@@ -13,16 +13,14 @@ import torch
 
 from raylane.errors import ConfigError
 from raylane.sft.data.prepare import prepare
-from raylane.training.config.model_types import DENSE, MODEL_TYPES
+from raylane.training.config.model_types import MODEL_TYPES
 from raylane.training.model.hf_config import model_config
 from sft import tiny_run
 from sft.layouts import CP, EP, FSDP, PP, REPLICAS, SP, TP, covering_set
 from sft.model_types import EXPERTS, TYPES, folder_changes, new_folder
-from sft.ranks import RankGroups
 
 SEQUENCES = "sequence_parallel"
-DIVIDED = [name for name in TYPES if name not in DENSE]
-"""The others are in `test_parallel`."""
+DIVIDED = list(TYPES)
 WAYS = {"tensors": {TP: 2}, "sequences": {TP: 2, **SP}, "context": {CP: 2}, "stages": {PP: 2}, "experts": {EP: 2}}
 """Settings of two workers for each field of `Divisions`."""
 CLASSES = {
@@ -97,12 +95,6 @@ def references(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callab
         return Reference(model_folder, *tiny_run.reference_gradients(plain.train(), batch))
 
     return reference
-
-
-@pytest.fixture(scope="module")
-def groups() -> Iterator[RankGroups]:
-    with RankGroups() as groups:
-        yield groups
 
 
 def gradients_of(worker: Any, folder: Path, changes: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests import networks
 
-pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.processes]
+pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.ray]
 
 
 def test_training_without_a_shared_folder_saves_and_resumes(hosts: networks.Hosts, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 from tests import networks
 
-pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.processes]
+pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.ray]
 LIMIT_S = 170
 
 

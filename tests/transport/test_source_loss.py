@@ -100,6 +100,7 @@ def within_two_seconds(action: Any, error: type[BaseException], match: str) -> N
     assert time.monotonic() - start < 2.0  # the promise about failures, not a measurement of speed
 
 
+@pytest.mark.tour
 @pytest.mark.parametrize("method", ["make", pytest.param("make_tcp", marks=pytest.mark.slow)])
 def test_producer_killed_before_the_read(method: str) -> None:
     maker, user = actor(Maker), actor(User)

@@ -11,7 +11,7 @@ import re
 import pytest
 from tests import networks
 
-pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.processes]
+pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.ray]
 LIMIT_S = 240
 
 

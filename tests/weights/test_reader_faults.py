@@ -155,13 +155,10 @@ def churn(joins: int, side_by_side: int, eventually: Callable[..., None]) -> Non
     assert not descriptors()
 
 
-def test_few_readers_come_and_go(cluster: None, eventually: Callable[..., None]) -> None:
-    churn(6, 3, eventually)
-
-
 @pytest.mark.slow
-def test_fifty_readers_come_and_go(cluster: None, eventually: Callable[..., None]) -> None:
-    churn(50, 6, eventually)
+@pytest.mark.parametrize(("joins", "side_by_side"), [(12, 4), pytest.param(50, 6, marks=pytest.mark.matrix)])
+def test_readers_come_and_go(cluster: None, eventually: Callable[..., None], joins: int, side_by_side: int) -> None:
+    churn(joins, side_by_side, eventually)
 
 
 def kill_actors(kind: str) -> None:
