@@ -126,6 +126,7 @@ def few_samples(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.ray
+@pytest.mark.matrix  # the quick run below moves samples by all queues
 @pytest.mark.usefixtures("cluster", "few_samples")
 def test_all_queues_move_all_samples() -> None:
     case = Case("queue-tiny", QUEUE, QUEUES, nbytes=800, samples=80, reduced=5)

@@ -175,12 +175,12 @@ def test_all_contenders_move_weights_of_other_layouts(cluster: None) -> None:
 @pytest.mark.processes
 def test_a_quick_run_writes_what_it_should(tmp_path: Path) -> None:
     out = tmp_path / "deep" / "weights.json"
-    only = "copy-100MB,publish-100MB-10000"
+    only = "copy-100MB"
     command = [sys.executable, "-m", "raylane", "bench", "weights", "--quick", "--only", only, "--json", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=540, check=False)
     assert done.returncode == 0, done.stderr
     records = json.loads(out.read_text())["records"]
-    assert [record["case"] for record in records] == ["copy-100MB"] * 2 + ["publish-100MB-10000"] * 2
+    assert [record["case"] for record in records] == ["copy-100MB"] * 2
     for record in records:
         assert set(record) - {"planning_share"} == FIELDS
     assert "of a memcpy of the reader's bytes" in done.stdout

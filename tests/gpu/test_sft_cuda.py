@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests import ranks
 from tests.training.test_attention import dense
 
 from raylane.sft.run import trainer
@@ -17,7 +18,7 @@ from raylane.training.model.loss import CrossEntropy
 from raylane.training.run import step
 from raylane.training.run.micro_batches import division, on_device
 from raylane.workers.batch import BatchDict
-from sft import measuring, ranks, tiny_run
+from sft import measuring, tiny_run
 from sft.measuring import D
 from sft.test_trainer import losses
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.ranks import Ranks
 from tests.rl import tiny
-from tests.sft.ranks import Ranks
 from transformers import AutoModelForCausalLM
 
 from raylane.rl.config import GrpoRunConfig

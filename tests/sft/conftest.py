@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.ranks import RankGroups, Ranks, only_worker
 
 from sft import tiny_run
-from sft.ranks import RankGroups, Ranks, only_worker
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.ranks import only_worker
 
 from raylane.cli import main
 from raylane.errors import CheckpointError, ConfigError
@@ -16,7 +17,6 @@ from raylane.sft.run.export import export_checkpoint
 from raylane.training.checkpoint import export, folders, publishing
 from raylane.training.config.load import dump
 from sft import tiny_run
-from sft.ranks import only_worker
 
 LORA = {"policy.dtensor_cfg.lora_cfg": {"enabled": True, "dim": 4, "alpha": 8}}
 

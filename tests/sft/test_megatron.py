@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.ranks import Ranks
 
 from raylane.errors import ConfigError
 from raylane.sft.data.prepare import prepare
@@ -19,7 +20,6 @@ from raylane.training.model import megatron
 from raylane.training.model.attention import PackedRows, attend
 from raylane.training.model.megatron import MegatronModel
 from sft import tiny_run
-from sft.ranks import Ranks
 
 ENABLED = {"policy.megatron_cfg.enabled": True}
 HAS_MEGATRON = importlib.util.find_spec("megatron") is not None

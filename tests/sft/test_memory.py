@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.ranks import RankGroups, Ranks
 
 from sft import measuring
 from sft.measuring import D
-from sft.ranks import RankGroups, Ranks
 
 pytestmark = pytest.mark.ranks
 

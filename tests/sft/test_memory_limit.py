@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.ranks import Ranks
 
 from raylane.sft.config.schema import RunConfig
 from raylane.sft.data.prepare import prepare
 from raylane.training.model.hf_config import model_config
 from sft import measuring, reference_loop, tiny_run
 from sft.measuring import HF, D
-from sft.ranks import Ranks
 
 pytestmark = pytest.mark.ranks
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.ranks import RankGroups, Ranks
 from torch.distributed.tensor import DTensor
 
 from raylane.sft.data.mixing import open_rows
@@ -28,7 +29,6 @@ from raylane.training.run.generate import generate
 from raylane.workers.batch import BatchDict
 from sft import reference_loop, tiny_run
 from sft.layouts import COVERING, LAYOUTS, MATRIX, OVER_EDGES, QUICK
-from sft.ranks import RankGroups, Ranks
 
 CONVERSATIONS, PACKED_ROWS, ROW_TOKENS, STEPS, EPS = 24, 8, 128, 3, 1e-4
 

@@ -57,7 +57,7 @@ TRAINING = frozenset({"training", "sft", "rl"})
 ON_RAY = frozenset({"transport", "graph", "weights"})
 """Packages that the folders of `TRAINING` use in processes of Ray only: changes cannot break tests without Ray.
 
-`tests/conftest.py` and `tests/sft/ranks.py` keep such tests from starting one.
+`tests/conftest.py` and `tests/ranks.py` keep such tests from starting one.
 """
 ALWAYS = ("rules", "suite")
 """Folders of quick tests about the whole repository, which every change runs."""
