@@ -36,7 +36,7 @@ def state(pid: int) -> str:
 
 def becomes(pid: int, *, stopped: bool) -> bool:
     """Whether it is, soon: a signal takes effect when its process is next looked at."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while (state(pid) == "T") != stopped:
         if time.monotonic() > deadline:
             return False

@@ -42,7 +42,7 @@ def clean(workers: list[Any]) -> Iterator[None]:
     yield
     left = leaks(before, within_s=20)
     assert not left, f"left behind: {left}"
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while any(found := ray.get([worker.left.remote() for worker in workers])):
         assert time.monotonic() < deadline, f"left in the actors: {found}"
         time.sleep(0.05)

@@ -125,22 +125,6 @@ def results(calls: list[Any]) -> list[Any]:
     return [found for found, _, _ in ray.get(calls, timeout=100)]
 
 
-def fast(scene: Scene) -> None:
-    """Figures without a limit of the cable: what the meeting costs one reader, and several."""
-    ref = scene.source.make.remote()
-    for readers in (scene.readers[:1], scene.readers):
-        times: dict[str, list[float]] = {"none": [], "": []}
-        for size in ("none", "") * 8:
-            ray.get([reader.share_from.remote(size) for reader in readers])
-            began = time.monotonic()
-            found = ray.get([one.read.remote([ref], 60) for one in readers])
-            spent = time.monotonic() - began if len(readers) > 1 else found[0][2]
-            assert [one[0] for one in found] == [(SUM, 0)] * len(readers)
-            times[size].append(spent * 1e3)
-        alone, shared = (sorted(one)[len(one) // 2] for one in times.values())
-        say(f"fast cable, {len(readers)} readers: {alone:.1f} ms each for itself, {shared:.1f} ms shared")
-
-
 def one_copy(scene: Scene) -> None:
     """Four readers at once, with and without a shared transfer; the bytes that cross are counted."""
     times = {}
@@ -229,7 +213,6 @@ def main(address: str) -> None:
     connect(address)
     before = snapshot()
     scene = Scene()
-    fast(scene)
     ask("throttle")
     for act in (one_copy, into_targets, relay_dies, relay_stops, source_changes, source_dies):
         act(scene)

@@ -130,7 +130,7 @@ def scene(server: Server) -> Iterator[Scene]:
         reader.pool.close()
     server.store.clear()
     gc.collect()
-    deadline = time.monotonic() + 10  # the listener closes its ends on its own thread
+    deadline = time.monotonic() + 60  # the listener closes its ends on its own thread
     while not (left := set(os.listdir("/proc/self/fd"))) <= before and time.monotonic() < deadline:
         threading.Event().wait(0.01)
     assert left <= before

@@ -23,7 +23,7 @@ from raylane.core.place import here
 from raylane.errors import RaylaneError, TransferTimeoutError, TransportUnavailableError
 from raylane.testing.leaks import leaks, snapshot
 
-LARGE = 40_000_000
+LARGE = 20_000_000
 """Bytes that take a while through a throttled link."""
 MARGIN_S = 8.0
 """Time beyond a timeout in which the error must have arrived, on a machine that is busy with three Ray nodes."""
