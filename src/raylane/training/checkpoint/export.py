@@ -103,7 +103,6 @@ def write_beside(folder: Path, causal_lm: Any, companions: Companions) -> None:
     if hasattr(config, "auto_map"):  # names Python files of the base folder, which are neither used nor copied
         del config.auto_map
     config.dtype = companions.dtype
-    config.save_pretrained(folder)
     # Edited as JSON: transformers loads settings that contradict each other (temperature without do_sample, as in many
     # published folders), but refuses to save them after any change.
     path = None if start is None else start / _GENERATION
@@ -118,6 +117,9 @@ def write_beside(folder: Path, causal_lm: Any, companions: Companions) -> None:
     known = [] if named is None else [named] if isinstance(named, int) else list(named)
     ends = list(dict.fromkeys([*companions.end_ids, *known]))
     settings["eos_token_id"] = ends[0] if len(ends) == 1 else ends or None
+    # Other programs read config.json alone.
+    config.eos_token_id = settings["eos_token_id"]
+    config.save_pretrained(folder)
     generation = json.dumps(settings, indent=2, sort_keys=True)
     (folder / _GENERATION).write_text(generation + "\n", encoding="utf-8")
     if tokenizer_dir.is_symlink():
