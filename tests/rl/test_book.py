@@ -184,7 +184,7 @@ def test_group_is_as_old_as_its_oldest_token() -> None:
     made = book(group_size=2, max_lag=2)
     made.set_version(5)
     put(made, AnnouncedItem(0, 10, "a", ((2, 4), (5, 4))), entry(5, "a"), entry(3, "b"), entry(5, "b"))
-    assert made.stats().stale == 2
+    assert (made.stats().stale, made.stats().stale_groups) == (2, ("a",))
     assert versions(made) == [3, 5]
 
 
@@ -213,6 +213,7 @@ def test_dead_producer_loses_only_groups_it_cannot_complete() -> None:
     put(made, entry(group="c"), producer=2)
     made.remove_producer(1)
     assert (made.stats().ready, made.stats().lost, made.stats().waiting) == (2, 1, 1)
+    assert (made.stats().producers, made.stats().ended_producers) == (1, 1)
     assert made.abandoned() == []
     (group,) = made.take(7, 1)
     made.acknowledge(7, [ticket.number for ticket in group])

@@ -280,13 +280,17 @@ def test_loop_that_fails_gives_its_batch_back(eventually: Callable[..., None]) -
     assert queue.take(3).items == [0, 1, 2]
 
 
-def test_dead_producer_loses_nothing_that_was_accepted() -> None:
+def test_dead_producers_lose_nothing_and_are_named(eventually: Callable[..., None]) -> None:
     queue = TrajectoryQueue()
     producer, other = member(queue), member(queue)
     ray.get(other.put.remote([7]))
     ray.get(producer.put.remote([1, 2, 3], 500_000))
     kill(producer)
     assert sorted(numbers(queue, 4)) == [1, 2, 3, 7]
+    kill(other)
+    eventually(lambda: queue.stats().ended_producers == 2)
+    with pytest.raises(QueueTimeoutError, match="0 of 1 groups are there, and all 2 processes that have put"):
+        queue.take(1, timeout=0.2)
 
 
 def test_queue_without_members_keeps_its_items(eventually: Callable[..., None]) -> None:

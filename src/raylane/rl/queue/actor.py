@@ -140,8 +140,8 @@ class QueueActor:
         except TimeoutError:
             book.end_request(member, request)
             raise QueueTimeoutError(
-                f"after {timeout_s:.3g} s {ready()} of {at_least} groups are there. Raise the timeout if that is "
-                "expected"
+                f"after {timeout_s:.3g} s {ready()} of {at_least} groups are there, and {book.state_of_producers()}. "
+                "Raise the timeout if that is expected"
             ) from None
         self._check(member)
         # A consumer that died while it waited must not get anything: nobody would take it back.

@@ -21,7 +21,7 @@ import contextlib
 import enum
 import heapq
 import operator
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -242,6 +242,12 @@ class QueueStats:
     """Bytes of shared memory in use."""
     version: int = 0
     """Newest version of the weights."""
+    producers: int = 0
+    """Processes that have put items and are still there."""
+    ended_producers: int = 0
+    """Processes that have put items and have left or died."""
+    stale_groups: tuple[Any, ...] = ()
+    """Names of the groups that were dropped last as stale, at most 16."""
     tokens: dict[int, int] = field(default_factory=dict)
     """Tokens of the acknowledged items by the version that made them."""
 
@@ -273,6 +279,8 @@ class QueueBook:
         """Numbers of the blocks that a producer may use again and was not told of yet, by producer."""
         self._putting: set[int] = set()
         """Producers that have put items, and are still there."""
+        self._ended_producers = 0
+        self._stale_groups: deque[Hashable] = deque(maxlen=16)
         self._abandoned: list[BlockPlace] = []
         """Blocks of producers that are gone, which nobody needs any more."""
         self._producers: dict[int, str] = {}
@@ -354,6 +362,7 @@ class QueueBook:
         """Note that a producer has left or died. Its complete groups stay, the others cannot be completed."""
         self._producers.pop(producer, None)
         self._free.pop(producer, None)
+        self._ended_producers += producer in self._putting
         self._putting.discard(producer)
         broken = [
             members
@@ -478,8 +487,17 @@ class QueueBook:
             leased=states["leased"],
             nbytes=self.nbytes,
             version=self.version,
+            producers=len(self._putting),
+            ended_producers=self._ended_producers,
+            stale_groups=tuple(self._stale_groups),
             tokens=dict(sorted(self._tokens.items())),
         )
+
+    def state_of_producers(self) -> str:
+        """Return a sentence about the processes that have put items, for errors of waits."""
+        if self._putting or not self._ended_producers:
+            return f"{len(self._putting)} processes that have put items are there"
+        return f"all {self._ended_producers} processes that have put items have left or died"
 
     # Parts of the above
 
@@ -531,6 +549,9 @@ class QueueBook:
         return [other for other in self._items.values() if other.unit == item.unit]
 
     def _end(self, items: Iterable[_Item], event: ItemEvent) -> None:
+        items = list(items)
+        if event is ItemEvent.TOO_OLD and items:
+            self._stale_groups.append(items[0].ticket.group)
         for item in items:
             item.advance(event)
             assert item.state in ENDED
