@@ -210,6 +210,7 @@ class QueueActor:
         return self._hosts[host]
 
     async def _watch_member(self, member: int, host: Any, wait: int, pid: int, ticks: int) -> None:
+        # No limit, as below: the wait ends with the process, with its membership, or with the actor that it asks.
         with contextlib.suppress(ray.exceptions.RayActorError):
             await host.wait_for_end.remote(wait, pid, ticks)
             self._waits.pop(member, None)

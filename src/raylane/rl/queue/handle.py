@@ -518,7 +518,7 @@ class _ItemSender:
     def _announce_all(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._pending or self._ended)
+                self._changed.wait_for(lambda: self._pending or self._ended)  # no limit: `end` ends it
                 if not self._pending:
                     # The last handle of this process is gone, and all that it has put is announced.
                     self._leave()
@@ -527,6 +527,7 @@ class _ItemSender:
                 self._announced = False
             free = FreeBlocks([], self._writer.limit)
             try:
+                # No limit: it waits for room, and callers of `put` and `flush` have deadlines of their own.
                 free = call(self._actor, "commit", self._member, commits, deadline=Deadline(None))
             except Exception as error:
                 kind = type(error) if isinstance(error, QueueError) else QueueError
