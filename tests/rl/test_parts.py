@@ -338,6 +338,15 @@ def test_tokenizer_settings_are_used_or_refused(folder: Path, tmp_path: Path, ch
         PromptSet.read(str(path), config, load_tokenizer(config))
 
 
+def test_template_without_generation_prompt_is_named(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    load_tokenizer(tiny.config_of(folder))
+    assert [message.partition(" (")[0] for message in caplog.messages] == [
+        "the chat template writes nothing between a prompt and its answer"
+    ]
+    load_tokenizer(tiny.config_of(folder, {"policy.tokenizer.chat_template": "chatml"}))
+    assert len(caplog.messages) == 1
+
+
 def test_model_without_chat_template_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder / "model", tmp_path / "model")
     (tmp_path / "model" / "chat_template.jinja").unlink()

@@ -6,8 +6,10 @@ answers. What is sent when is decided by `schedule`.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,8 +39,12 @@ from raylane.training.run.ray_session import Demand
 from raylane.training.text.tokenizer import load_tokenizer
 from raylane.training.vocabulary import Vocabulary
 
+_log = logging.getLogger(__name__)
+
 _CLOSE_S = 30.0
 """Seconds in which the waiting thread ends; it is a daemon."""
+_WORD_S = 60.0
+"""Seconds after which a wait for answers logs its state, also without `grpo.step_timeout_s`."""
 _LOOK_S = 1.0
 """Seconds after which a wait for groups looks for errors of the actors."""
 
@@ -87,7 +93,8 @@ def make_engine(config: GrpoRunConfig, vocabulary: Vocabulary) -> Engine:
         # A token more than a row of the trainer: the last one predicts nothing, and is no input there.
         options: dict[str, Any] = {"dtype": precision, "max_model_len": config.policy.max_total_sequence_length + 1}
         overrides = config.policy.hf_config_overrides
-        options["hf_overrides"] = {key: value for key, value in overrides.items() if key != "attn_implementation"}
+        more = {key: value for key, value in overrides.items() if key not in ("attn_implementation", "model_type")}
+        options |= {"hf_overrides": more} if more else {}
         return VllmEngine(folder, name, **{**options, **config.rollout.vllm_kwargs})
     hf_logging.disable_progress_bar()  # one for each actor, which would mix with the lines of the run
     dtype = getattr(torch, precision)
@@ -140,6 +147,8 @@ class Rollouts:
         self._deaths = 0
         self._error: Exception | None = None
         self._closed = False
+        self._next_word = 0.0
+        """Time of the monotonic clock at which a wait logs its state next."""
         self.stale = 0
         """Number of groups that were too old, and made again."""
         self._thread = threading.Thread(target=self._wait_for_calls, name="raylane-rollouts", daemon=True)
@@ -166,7 +175,7 @@ class Rollouts:
         """
         count = self._config.grpo.prompts_per_step
         taken: list[list[ItemTicket]] = []
-        deadline = Deadline(self._config.grpo.step_timeout_s)
+        deadline = self._begin_wait()
         try:
             while len(taken) < count and not should_stop():
                 self._raise_errors(deadline, f"step {step + 1} has {len(taken)} of {count} groups of answers")
@@ -207,7 +216,7 @@ class Rollouts:
 
     def answers(self, prompts: Sequence[Prompt], step: int, temperature: float) -> list[tuple[str, float]]:
         """Return text and reward of an answer to each prompt, with the weights after so many steps. Waits."""
-        deadline = Deadline(self._config.grpo.step_timeout_s)
+        deadline = self._begin_wait()
         while True:
             with self._lock:
                 actors = list(self._actors)
@@ -264,11 +273,18 @@ class Rollouts:
                 f"{free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs free. Wait for other jobs, or raise it"
             )
 
+    def _begin_wait(self) -> Deadline:
+        self._next_word = time.monotonic() + _WORD_S
+        return Deadline(self._config.grpo.step_timeout_s)
+
     def _raise_errors(self, deadline: Deadline, state: str) -> None:
         """Raise the error of an actor, or that of a wait that has passed its deadline."""
         with self._lock:
             if self._error is not None:
                 raise self._error
+        if time.monotonic() >= self._next_word:
+            _log.warning("%s, and waits", state)
+            self._next_word = time.monotonic() + _WORD_S
         if deadline.left_s() == 0:
             names = ", ".join(name for name, _ in self._config.grpo.named_rewards)
             raise RaylaneError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,8 @@ from raylane.training import storage
 from raylane.training.text import tokenizer as tokenizers
 from raylane.training.text.messages import Conversation, parse_line, prompt_of
 from raylane.training.vocabulary import Vocabulary
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,11 @@ def load_tokenizer(config: GrpoRunConfig) -> Any:
             "policy.tokenizer.chat_template to chatml, llama3 or a Jinja file; '{{ messages[-1].content }}' gives a "
             "base model the text as it is",
             key="policy.tokenizer.chat_template",
+        )
+    if isinstance(template, str) and "add_generation_prompt" not in template:
+        _log.warning(
+            "the chat template writes nothing between a prompt and its answer (add_generation_prompt), so the model "
+            "has to begin its turn itself. Add it to a copy, and name that in policy.tokenizer.chat_template"
         )
     if not tokenizers.end_ids(tokenizer, source):
         raise ConfigError(
