@@ -64,7 +64,9 @@ def after_step(monkeypatch: pytest.MonkeyPatch, step: int, action: Callable[[Grp
 
 
 def test_synchronous_run_resumes_exactly(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = config_in(tmp_path / "whole", model)
+    # Another base of the rotary frequencies: engines must compute with the trainer's overrides.
+    overrides = {"policy__hf_config_overrides": {"rope_theta": 10.0}}
+    whole = config_in(tmp_path / "whole", model, **overrides)
     result = trainer.run(whole)
     assert (result.steps, result.stopped) == (4, False)
     assert result.first is not None
@@ -84,7 +86,7 @@ def test_synchronous_run_resumes_exactly(tmp_path: Path, model: Path, monkeypatc
     names = {event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"}
     assert names >= {"trainer", "engine 0", "driver"}
 
-    parts = config_in(tmp_path / "parts", model)
+    parts = config_in(tmp_path / "parts", model, **overrides)
     after_step(monkeypatch, 2, lambda one: one._stop.ask())
     assert trainer.run(parts).steps == 2
     monkeypatch.undo()
