@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Hashable
 from typing import Any
 
+import numpy as np
 import pytest
 
-from raylane.rl.queue.book import AnnouncedItem, BlockKey, BlockPlace, QueueBook, QueueOptions
+from raylane.rl.queue.book import (
+    AnnouncedItem,
+    BlockKey,
+    BlockPlace,
+    QueueBook,
+    QueueOptions,
+    plain_group,
+    plain_versions,
+)
 
 PLACE = BlockPlace("host", "path", 100)
 
@@ -35,10 +45,12 @@ def versions(made: QueueBook, count: int = 10, consumer: int = 7) -> list[int]:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"max_items": 0}, "max_items must be at least 1, got 0"),
-        ({"max_bytes": 0}, "max_bytes must be at least 1"),
+        ({"max_items": 0}, "max_items must be an integer of at least 1, got 0"),
+        ({"max_items": 2.5}, "max_items must be an integer of at least 1, got 2.5"),
+        ({"max_bytes": None}, "max_bytes must be an integer of at least 1"),
+        ({"group_size": True}, "group_size must be an integer of at least 1, got True"),
         ({"group_size": 8, "max_items": 4}, "max_items=4 must have room for a group of group_size=8"),
-        ({"max_lag": -1}, "max_lag must be at least 0 versions, or None, got -1"),
+        ({"max_lag": -1}, "max_lag must be an integer of at least 0, got -1"),
         ({"order": "lifo"}, "order must be fifo or newest, got 'lifo'"),
         ({"delivery": "once"}, "delivery must be at_least_once or at_most_once, got 'once'"),
     ],
@@ -46,6 +58,54 @@ def versions(made: QueueBook, count: int = 10, consumer: int = 7) -> list[int]:
 def test_options_are_checked(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         QueueOptions(**options).check()
+
+
+@pytest.mark.parametrize("value", [7, [7], (7, 8), (("a", 1),), ((None, 1),), ((1.5, 1),), ((1, 2, 3),), ((-1, 2),)])
+def test_versions_of_another_kind_are_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match="versions"):
+        plain_versions(value)
+
+
+def test_versions_and_groups_become_plain_values() -> None:
+    assert plain_versions([[np.int64(7), 8]]) == ((7, 8),)
+    assert plain_group(("a", b"b", (np.int32(3), None))) == ("a", b"b", (3, None))
+    for value in ([1], {"a": 1}, 1.5, object(), ("a", [1])):
+        with pytest.raises(ValueError, match="group must be a text, bytes, an integer, or a tuple of these"):
+            plain_group(value)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(["take 1", "withdraw 1", "take 2"])), ids=", ".join)
+@pytest.mark.parametrize("delivery", ["at_least_once", "at_most_once"])
+def test_withdrawn_take_leases_nothing(order: tuple[str, ...], delivery: str) -> None:
+    """The answer to take 1 is lost; calls arrive in any order. Items are with take 2 or can be taken again."""
+    made = book(delivery=delivery)
+    put(made, *map(entry, range(3)))
+    held: dict[str, list[int]] = {}
+    for event in order:
+        if event == "withdraw 1":
+            made.withdraw(7, 1)
+        else:
+            request = int(event[-1])
+            held[event] = [ticket.number for group in made.take(7, 2, request) for ticket in group]
+    if order.index("withdraw 1") < order.index("take 1"):
+        assert held["take 1"] == []
+    assert not made.is_withdrawn(7, 1)
+    # The first two are leased by take 1 before take 2 comes, unless it was withdrawn by then.
+    assert len(held["take 2"]) == (1 if order[:2] == ("take 1", "take 2") else 2)
+    made.acknowledge(7, held["take 2"])
+    stats = made.stats()
+    assert (stats.done, stats.leased, stats.lost) == (len(held["take 2"]), 0, 0)
+    assert stats.ready == 3 - stats.done
+
+
+def test_withdrawn_takes_of_a_dead_consumer_are_forgotten() -> None:
+    made = book()
+    made.withdraw(7, 1)
+    made.withdraw(7, 2)
+    made.end_request(7, 2)
+    assert (made.is_withdrawn(7, 1), made.is_withdrawn(7, 2), made.is_withdrawn(8, 1)) == (True, False, False)
+    made.remove_consumer(7)
+    assert not made.is_withdrawn(7, 1)
 
 
 def test_items_come_in_the_order_of_the_queue() -> None:
@@ -124,7 +184,7 @@ def test_group_is_as_old_as_its_oldest_token() -> None:
     made = book(group_size=2, max_lag=2)
     made.set_version(5)
     put(made, AnnouncedItem(0, 10, "a", ((2, 4), (5, 4))), entry(5, "a"), entry(3, "b"), entry(5, "b"))
-    assert made.stats().stale == 2
+    assert (made.stats().stale, made.stats().stale_groups) == (2, ("a",))
     assert versions(made) == [3, 5]
 
 
@@ -153,6 +213,7 @@ def test_dead_producer_loses_only_groups_it_cannot_complete() -> None:
     put(made, entry(group="c"), producer=2)
     made.remove_producer(1)
     assert (made.stats().ready, made.stats().lost, made.stats().waiting) == (2, 1, 1)
+    assert (made.stats().producers, made.stats().ended_producers) == (1, 1)
     assert made.abandoned() == []
     (group,) = made.take(7, 1)
     made.acknowledge(7, [ticket.number for ticket in group])

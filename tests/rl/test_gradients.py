@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -148,3 +150,15 @@ def test_gradients_equal_an_independent_loop(folder: Path, layout: str, options:
             largest = max(float(value.abs().max()) for value in expected.values())
             for name, value in found.items():
                 torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-5 * largest, msg=name)
+
+
+def test_log_probabilities_have_no_dropout(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "model" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "attention_dropout": 0.5}))
+    config, groups = tiny.config_of(tmp_path), make_groups()
+    vocabulary = vocabulary_of(load_tokenizer(config), str(tmp_path / "model"))
+    loss, _ = independent(tmp_path, config, groups)
+    with Ranks(1, grpo_worker) as ranks:
+        ((found, _),) = ranks.run(gradients, config, vocabulary, groups)
+    assert found == pytest.approx(loss, abs=1e-6)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import resource
 import signal
+import threading
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
@@ -14,8 +16,9 @@ import pytest
 import ray
 import torch
 
-from raylane.errors import GraphValueError, QueueClosedError, QueueLostError, QueueTimeoutError
+from raylane.errors import GraphValueError, QueueClosedError, QueueError, QueueLostError, QueueTimeoutError
 from raylane.rl import TrajectoryQueue
+from raylane.rl.queue import calls
 from raylane.rl.queue.handle import WINDOW_BYTES
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
@@ -134,6 +137,102 @@ def test_take_says_how_many_are_missing() -> None:
         queue.take(2, at_least=3)
 
 
+@contextlib.contextmanager
+def stopped(actor: Any) -> Iterator[None]:
+    pid = ray.get(actor.__ray_call__.remote(lambda _: os.getpid()), timeout=30)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def test_stalled_queue_leases_nothing_to_lost_calls(
+    monkeypatch: pytest.MonkeyPatch, eventually: Callable[..., None]
+) -> None:
+    monkeypatch.setattr(calls, "MARGIN_S", 0.0)
+    queue, other = TrajectoryQueue(), TrajectoryQueue()
+    other._actor = queue._actor
+    queue.put_many(range(3))
+    queue.flush()
+
+    async def first() -> Any:
+        return await anext(queue.batches(2))
+
+    async def cancelled() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(first(), 0.2)
+
+    with stopped(queue._actor):
+        with pytest.raises(QueueTimeoutError, match=r"the queue did not answer within 0.2 s"):
+            queue.take(2, timeout=0.2)
+        asyncio.run(cancelled())
+        previous = signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(KeyboardInterrupt):
+            queue.take(2, timeout=60)
+        signal.signal(signal.SIGALRM, previous)
+        with pytest.raises(QueueTimeoutError):  # joining
+            other.put(3, timeout=0.2)
+    eventually(lambda: queue.stats().ready == 3)
+    assert queue.take(3, timeout=30).items == [0, 1, 2]
+    del other
+    hosts = ray.get(queue._actor.__ray_call__.remote(lambda actor: actor._host_of.keys() - actor._ended), timeout=30)
+    assert hosts == {queue._member.number}  # type: ignore[union-attr]
+
+
+def test_cancelled_batches_lose_nothing_and_end_at_once() -> None:
+    queue = TrajectoryQueue()
+
+    async def wait_in_vain() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(anext(queue.batches(1)), 0.2)
+
+    runner = threading.Thread(target=asyncio.run, args=(wait_in_vain(),), daemon=True)
+    runner.start()
+    runner.join(20)
+    assert not runner.is_alive()
+    queue.put("x")
+    assert queue.take(1, timeout=30).items == ["x"]
+
+    async def late() -> None:
+        await anext(queue.batches(1, timeout=0.1))
+
+    with pytest.raises(QueueTimeoutError, match=r"after 0.1 s 0 of 1 groups are there"):
+        asyncio.run(late())
+
+
+BAD_ITEMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "group": ({"group_size": 2}, {"group": [1]}),
+    "group-object": ({}, {"group": object()}),
+    "versions": ({"max_lag": 2}, {"versions": (7, 8)}),
+    "versions-text": ({"order": "newest"}, {"versions": (("a", 1),)}),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ITEMS)
+def test_bad_item_fails_alone(case: str) -> None:
+    options, bad = BAD_ITEMS[case]
+    queue = TrajectoryQueue(**options)
+    with pytest.raises(ValueError, match=case.partition("-")[0]):
+        queue.put("bad", **bad)
+    for _ in range(options.get("group_size", 1)):
+        queue.put("good", group="g")
+    assert set(queue.take(1, timeout=30).items) == {"good"}
+
+
+def test_calls_with_wrong_values_are_refused() -> None:
+    queue = TrajectoryQueue()
+    for call, text in (
+        (lambda: queue.take(1.5), "count must be an integer of at least 1, got 1.5"),
+        (lambda: queue.take(0), "count must be an integer of at least 1, got 0"),
+        (lambda: queue.set_version(None), "version must be an integer of at least 0, got None"),
+        (lambda: TrajectoryQueue(max_items=2.5), "max_items must be an integer of at least 1, got 2.5"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            call()
+
+
 def test_closed_queue_is_emptied_and_takes_nothing() -> None:
     queue = TrajectoryQueue(group_size=2)
     other = member(queue)
@@ -181,13 +280,17 @@ def test_loop_that_fails_gives_its_batch_back(eventually: Callable[..., None]) -
     assert queue.take(3).items == [0, 1, 2]
 
 
-def test_dead_producer_loses_nothing_that_was_accepted() -> None:
+def test_dead_producers_lose_nothing_and_are_named(eventually: Callable[..., None]) -> None:
     queue = TrajectoryQueue()
     producer, other = member(queue), member(queue)
     ray.get(other.put.remote([7]))
     ray.get(producer.put.remote([1, 2, 3], 500_000))
     kill(producer)
     assert sorted(numbers(queue, 4)) == [1, 2, 3, 7]
+    kill(other)
+    eventually(lambda: queue.stats().ended_producers == 2)
+    with pytest.raises(QueueTimeoutError, match="0 of 1 groups are there, and all 2 processes that have put"):
+        queue.take(1, timeout=0.2)
 
 
 def test_queue_without_members_keeps_its_items(eventually: Callable[..., None]) -> None:
@@ -265,6 +368,10 @@ def test_tickets_are_opened_by_other_processes() -> None:
 
     @ray.remote(num_cpus=0)
     def total(queue: TrajectoryQueue, tickets: Any) -> int:
+        with pytest.raises(
+            QueueError, match=r"acknowledge has no effect on the items \[1, 2, 3, 4\]: this handle has not"
+        ):
+            queue.acknowledge(tickets)
         return int(sum(value.sum() for group in queue.open(tickets) for value in group))
 
     assert ray.get(total.remote(queue, tickets), timeout=30) == 18

@@ -6,6 +6,8 @@ import json
 import math
 import os
 import signal
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import pytest
 import ray
 from tests.rl import tiny
 
-from raylane.errors import DataError
+from raylane.errors import ConfigError, DataError, RaylaneError
 from raylane.rl import trainer
 from raylane.rl.config import GrpoRunConfig
 from raylane.rl.engines import Rollouts
@@ -62,7 +64,9 @@ def after_step(monkeypatch: pytest.MonkeyPatch, step: int, action: Callable[[Grp
 
 
 def test_synchronous_run_resumes_exactly(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = config_in(tmp_path / "whole", model)
+    # Another base of the rotary frequencies: engines must compute with the trainer's overrides.
+    overrides = {"policy__hf_config_overrides": {"rope_theta": 10.0}}
+    whole = config_in(tmp_path / "whole", model, **overrides)
     result = trainer.run(whole)
     assert (result.steps, result.stopped) == (4, False)
     assert result.first is not None
@@ -82,7 +86,7 @@ def test_synchronous_run_resumes_exactly(tmp_path: Path, model: Path, monkeypatc
     names = {event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"}
     assert names >= {"trainer", "engine 0", "driver"}
 
-    parts = config_in(tmp_path / "parts", model)
+    parts = config_in(tmp_path / "parts", model, **overrides)
     after_step(monkeypatch, 2, lambda one: one._stop.ask())
     assert trainer.run(parts).steps == 2
     monkeypatch.undo()
@@ -140,7 +144,38 @@ def test_lost_weights_are_published_again(tmp_path: Path, model: Path, monkeypat
     assert notes == ["the weights after step 2 were lost and are published again"]
 
 
-def test_reward_that_fails_ends_the_run(tmp_path: Path, model: Path) -> None:
-    config = config_in(tmp_path, model, grpo__rewards="json:dumps", grpo__val_at_start=False)
-    with pytest.raises(DataError, match="the reward json:dumps failed for the answer"):
+@pytest.mark.parametrize("key", ["grpo__val_at_start", "grpo__mode"])
+def test_reward_that_waits_ends_the_run(tmp_path: Path, model: Path, key: str) -> None:
+    changes = {"grpo__val_at_start": False, key: {"grpo__val_at_start": True, "grpo__mode": "async"}[key]}
+    rewards = {"grpo__rewards": "tests.rl.test_run:endless", "grpo__step_timeout_s": 20}
+    config = config_in(tmp_path, model, **changes, **rewards)
+    state = "validation has answers of 0 of 1 rollout actors" if changes["grpo__val_at_start"] else "step 1 has 0 of 4"
+    with pytest.raises(RaylaneError, match=f"{state}.* after grpo.step_timeout_s=20 s: .* tests.rl.test_run:endless"):
         trainer.run(config)
+
+
+def endless(answer: str, row: Any) -> float:
+    """Wait for ever in an engine; the driver's own call, on the first prompt, returns."""
+    if ray.is_initialized() and ray.get_runtime_context().get_actor_id():
+        threading.Event().wait()
+    return 0.0
+
+
+def test_run_that_needs_more_cpus_than_there_are_is_refused(tmp_path: Path, model: Path) -> None:
+    config = config_in(tmp_path, model, rollout__engines=20)
+    text = r"the run needs 21 CPUs at the same time \(cluster.num_workers=1 x 1 and rollout.engines=20 x 1\), and the "
+    with pytest.raises(ConfigError, match=f"{text}cluster has 8"):
+        trainer.run(config)
+
+
+def test_reward_that_fails_ends_the_run(tmp_path: Path, model: Path) -> None:
+    config = config_in(tmp_path, model, grpo__rewards="tests.rl.test_run:failing", grpo__val_at_start=False)
+    with pytest.raises(DataError, match=r"the reward tests.rl.test_run:failing failed .*: SystemExit: no key"):
+        trainer.run(config)
+
+
+def failing(answer: str, row: Any) -> float:
+    """Fail in an engine."""
+    if ray.is_initialized() and ray.get_runtime_context().get_actor_id():
+        sys.exit("no key")
+    return 0.0

@@ -16,7 +16,18 @@ BASE = {"errors", "_ray"}
 ROOMS = {
     "graph": ("lifecycle", "plan", "values", "channels", "inspect", "worker", "driver", "inline", "api"),
     "transport": ("value", "observe", "hold", "link", "backends", "read", "produce", "groups", "register", "api"),
-    "training": ("config", "labels", "storage", "vocabulary", "report", "parallel", "model", "checkpoint", "run"),
+    "training": (
+        "config",
+        "labels",
+        "storage",
+        "vocabulary",
+        "text",
+        "report",
+        "parallel",
+        "model",
+        "checkpoint",
+        "run",
+    ),
     "sft": ("config", "data", "run", "nemo"),
 }
 """Rooms of each package; each may import what stands to its left."""

@@ -10,9 +10,9 @@ from typing import Any
 from raylane.sft.config.load import build_config
 from raylane.sft.config.schema import RunConfig
 from raylane.sft.data.chat import ChatTokenizer
-from raylane.sft.data.messages import Conversation, conversation_of, parse_line
 from raylane.training.config.overrides import merge
 from raylane.training.config.policy import TokenizerConfig
+from raylane.training.text.messages import Conversation, conversation_of, parse_line
 
 WORDS = (
     "the",

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from raylane.errors import ConfigError, DataError
-from raylane.sft.data.chat import ChatTokenizer, chatml_template, runs, template_text, train_tokenizer
-from raylane.sft.data.messages import conversation_of
+from raylane.sft.data.chat import ChatTokenizer, chatml_template, runs, train_tokenizer
 from raylane.training.config.policy import TokenizerConfig
+from raylane.training.text.messages import conversation_of
+from raylane.training.text.tokenizer import template_text
 from sft.conversations import question, talk, tokenizer, turn
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]

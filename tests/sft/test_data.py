@@ -20,13 +20,13 @@ from raylane.errors import ConfigError, DataError
 from raylane.sft.config.schema import RunConfig
 from raylane.sft.data.chat import ChatTokenizer, chatml_template
 from raylane.sft.data.encoding import fit
-from raylane.sft.data.messages import conversation_of
 from raylane.sft.data.mixing import open_rows
 from raylane.sft.data.prepare import prepare
 from raylane.sft.data.prepared import PREPARED, DataCounts, PreparedData, warnings
 from raylane.sft.data.rows import TokenCache
 from raylane.training.config.load import dump
 from raylane.training.labels import IGNORED
+from raylane.training.text.messages import conversation_of
 from sft.conversations import config, question, tokenizer, turn, write_jsonl
 
 LONG = question(99, num_words=400)

@@ -9,7 +9,7 @@ import pytest
 
 from raylane.errors import DataError
 from raylane.sft.data.docstrings import collect, pairs_of_source, source_files, summary, write_set
-from raylane.sft.data.messages import Conversation, conversation_of, parse_line
+from raylane.training.text.messages import Conversation, conversation_of, parse_line
 
 SOURCE = '''
 """Tools for adding numbers and for nothing else."""

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from raylane.sft.data.formats import FORMATS
-from raylane.sft.data.messages import Conversation, conversation_of
+from raylane.training.text.formats import FORMATS
+from raylane.training.text.messages import Conversation, conversation_of
 
 CASES: dict[str, tuple[str, dict[str, Any], list[tuple[str, str]]]] = {
     "conversations_of_messages": (

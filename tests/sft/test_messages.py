@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from raylane.errors import DataError
-from raylane.sft.data.formats import ColumnKeys
-from raylane.sft.data.messages import Conversation, conversation_of, is_held_out, parse_line
+from raylane.training.text.formats import ColumnKeys
+from raylane.training.text.messages import Conversation, conversation_of, is_held_out, parse_line
 from sft.conversations import question, talk, turn
 
 

@@ -12,8 +12,8 @@ import pytest
 
 from raylane.errors import ConfigError, DataError
 from raylane.sft.data.chat import ChatTokenizer, Encoded, train_tokenizer
-from raylane.sft.data.messages import Conversation
 from raylane.sft.data.training_templates import training_version
+from raylane.training.text.messages import Conversation
 
 SPEC = importlib.util.find_spec("trl")  # its code is not run, which would need more packages
 assert SPEC is not None, "run `make setup`"

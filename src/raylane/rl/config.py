@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -18,6 +19,8 @@ from raylane.training.config.load import make_config, read_document
 from raylane.training.config.policy import NaturalInt, PositiveFloat, PositiveInt, Section
 from raylane.training.config.schema import LoopConfig, TrainingConfig
 
+_log = logging.getLogger(__name__)
+
 
 def _one_or_many(value: Any) -> Any:
     return (value,) if isinstance(value, (str, Path, dict)) else value
@@ -28,7 +31,7 @@ class RewardConfig(Section):
 
     function: str = Field(min_length=1)
     """module:function of Python: reward(answer: str, row: dict) -> float, where row is the line of the data file."""
-    weight: float = 1.0
+    weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
     """Factor of its values in the sum."""
 
 
@@ -112,7 +115,8 @@ class RolloutConfig(Section):
     queue_bytes: PositiveInt = 1 << 30
     """Largest size of the answers that wait for the trainer, in bytes of shared memory."""
     timeout_s: PositiveFloat = 600.0
-    """Maximum time in seconds that an engine waits for weights, or for room in the queue."""
+    """Maximum time in seconds that an engine waits for weights, or for room in the queue, and in which all engines must
+    have started."""
     max_restarts: NaturalInt = 10
     """Number of rollout actors that may die during a run; each is replaced."""
     kill_after_step: PositiveInt | None = None
@@ -160,9 +164,9 @@ class GrpoRunConfig(TrainingConfig):
         # Engines read the weights by their name; every step publishes.
         # Set here and not by the trainer, so that every process that reads this configuration finds the same name.
         published = self.policy.publish_weights
-        if published.name is None or published.every != 1:
-            update = {"name": published.name or "policy", "every": 1}
-            policy = self.policy.model_copy(update={"publish_weights": published.model_copy(update=update)})
+        if published.name is None:
+            update = {"publish_weights": published.model_copy(update={"name": "policy"})}
+            policy = self.policy.model_copy(update=update)
             object.__setattr__(self, "policy", policy)
         return self
 
@@ -170,9 +174,56 @@ class GrpoRunConfig(TrainingConfig):
 def load_config(path: str | Path, override_words: Sequence[str] = ()) -> GrpoRunConfig:
     """Return the configuration of a YAML file with overrides applied, fully checked. ConfigError as in fine-tuning."""
     config = make_config(read_document(path, GrpoRunConfig, override_words), GrpoRunConfig, source=str(path))
-    if problems := [*layout.layout_problems(config), *_problems(config)]:
-        raise ConfigError("; ".join(problems), problems=problems)
+    check_config(config)
     return config
+
+
+def check_config(config: GrpoRunConfig) -> None:
+    """Raise ConfigError for a configuration that cannot be used, or with a key that would change nothing."""
+    if problems := [*layout.layout_problems(config), *_problems(config), *_unused(config)]:
+        raise ConfigError("; ".join(problems), problems=problems)
+
+
+_PACKS = "answers are not packed"
+_FIXED = "micro-batches have a fixed number of rows"
+_NO_WARM_UP = "it has no warm-up step"
+_ONE_STEP = "the answers of a step depend on the step before"
+UNUSED_KEYS = {
+    "policy.make_sequence_length_divisible_by": _FIXED,
+    "policy.sequence_packing.algorithm": _PACKS,
+    "policy.dynamic_batching.train_mb_tokens": _FIXED,
+    "policy.dynamic_batching.sequence_length_round": _FIXED,
+    "policy.compiled_graph.warmup_gbs": _NO_WARM_UP,
+    "policy.compiled_graph.warmup_seq_len": _NO_WARM_UP,
+    "policy.compiled_graph.overlap_communication": _ONE_STEP,
+    "policy.publish_weights.every": "every step publishes",
+    "policy.loss_chunk_tokens": "its loss needs the logits of all sampled tokens",
+    "checkpointing.is_async": "checkpoints are written between two steps",
+}
+"""Keys of the shared sections that other kinds of training read and this one does not, and why."""
+
+
+def _unused(config: GrpoRunConfig) -> Iterator[str]:
+    for key, reason in UNUSED_KEYS.items():
+        *parents, name = key.split(".")
+        section: Any = config
+        for parent in parents:
+            section = getattr(section, parent)
+        value = getattr(section, name)
+        if value != type(section).model_fields[name].get_default(call_default_factory=True):
+            yield f"{key}={value} has no effect in GRPO: {reason}. Leave it out"
+    rows = config.grpo.prompts_per_step * config.grpo.samples_per_prompt
+    if "train_global_batch_size" in config.policy.model_fields_set and config.policy.train_global_batch_size != rows:
+        _log.warning(
+            "policy.train_global_batch_size=%d has no effect in GRPO: a step has grpo.prompts_per_step x "
+            "grpo.samples_per_prompt = %d rows. Leave it out, or set it to %d",
+            config.policy.train_global_batch_size,
+            rows,
+            rows,
+        )
+
+
+_NO_DROPOUT = "GRPO computes without dropout, which would make the ratios of probabilities noise. Set it to 0"
 
 
 def _problems(config: GrpoRunConfig) -> Iterator[str]:
@@ -181,6 +232,11 @@ def _problems(config: GrpoRunConfig) -> Iterator[str]:
         yield "policy.model_name=null: GRPO begins with a model that can answer already. Name its Hugging Face folder"
     if policy.sequence_packing.enabled:
         yield "policy.sequence_packing.enabled=true: answers are not packed. Set it to false"
+    if policy.dtensor_cfg.lora_cfg.enabled and policy.dtensor_cfg.lora_cfg.dropout:
+        yield f"policy.dtensor_cfg.lora_cfg.dropout={policy.dtensor_cfg.lora_cfg.dropout}: {_NO_DROPOUT}"
+    for key, value in policy.hf_config_overrides.items():
+        if "dropout" in key and value:
+            yield f"policy.hf_config_overrides.{key}={value}: {_NO_DROPOUT}"
     if policy.dynamic_batching.enabled:
         yield "policy.dynamic_batching.enabled=true: micro-batches of GRPO have a fixed number of rows. Set it to false"
     if config.rollout.max_new_tokens >= policy.max_total_sequence_length:

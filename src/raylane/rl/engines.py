@@ -6,17 +6,20 @@ answers. What is sent when is decided by `schedule`.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
 
 from raylane import weights
+from raylane.core.deadline import Deadline
 from raylane.errors import QueueLostError, QueueTimeoutError, RaylaneError, WeightsLostError
 from raylane.rl.config import GrpoRunConfig
-from raylane.rl.prompts import PromptSet, load_tokenizer
+from raylane.rl.prompts import PromptSet, tokenizer_folder
 from raylane.rl.queue.book import ItemTicket
 from raylane.rl.queue.handle import TrajectoryQueue
 from raylane.rl.rewards import load_rewards
@@ -31,8 +34,17 @@ from raylane.rl.rollout import (
 )
 from raylane.rl.schedule import PromptWork, Schedule, dispatch
 from raylane.rl.vllm_engine import VllmEngine
+from raylane.training.model.hf_config import model_config
+from raylane.training.run.ray_session import Demand
+from raylane.training.text.tokenizer import load_tokenizer
 from raylane.training.vocabulary import Vocabulary
 
+_log = logging.getLogger(__name__)
+
+_CLOSE_S = 30.0
+"""Seconds in which the waiting thread ends; it is a daemon."""
+_WORD_S = 60.0
+"""Seconds after which a wait for answers logs its state, also without `grpo.step_timeout_s`."""
 _LOOK_S = 1.0
 """Seconds after which a wait for groups looks for errors of the actors."""
 
@@ -57,8 +69,8 @@ class RolloutProcess(RolloutActor):
         )
         super().__init__(
             number,
-            make_engine(config),
-            load_tokenizer(config),
+            make_engine(config, vocabulary),
+            load_tokenizer(tokenizer_folder(config)),  # to decode: without the template, whose file may not be here
             load_rewards(config.grpo.named_rewards, folder),
             options,
             queue,
@@ -66,10 +78,11 @@ class RolloutProcess(RolloutActor):
         )
 
 
-def make_engine(config: GrpoRunConfig) -> Engine:
+def make_engine(config: GrpoRunConfig, vocabulary: Vocabulary) -> Engine:
     """Return the configured engine, which reads the published weights of the run."""
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as hf_logging
 
     name, folder = config.policy.publish_weights.name, config.policy.model_name
     assert name is not None, "the configuration gives the weights a name"
@@ -78,13 +91,24 @@ def make_engine(config: GrpoRunConfig) -> Engine:
     precision = config.policy.precision
     if config.rollout.engine == "vllm":
         # A token more than a row of the trainer: the last one predicts nothing, and is no input there.
-        options = {"dtype": precision, "max_model_len": config.policy.max_total_sequence_length + 1}
+        options: dict[str, Any] = {"dtype": precision, "max_model_len": config.policy.max_total_sequence_length + 1}
+        overrides = config.policy.hf_config_overrides
+        more = {key: value for key, value in overrides.items() if key not in ("attn_implementation", "model_type")}
+        options |= {"hf_overrides": more} if more else {}
         return VllmEngine(folder, name, **{**options, **config.rollout.vllm_kwargs})
+    hf_logging.disable_progress_bar()  # one for each actor, which would mix with the lines of the run
     dtype = getattr(torch, precision)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+    # With the trainer's configuration: overrides change what a model computes.
+    hf_config = model_config(config.policy, vocabulary.vocab_size, vocabulary.pad_id, vocabulary.end_id)
+    model = AutoModelForCausalLM.from_pretrained(folder, config=hf_config, dtype=dtype, local_files_only=True)
     if config.rollout.gpus:
         model = model.to("cuda")
     return TransformersEngine(model, name)
+
+
+def engine_demand(config: GrpoRunConfig) -> Demand:
+    """Return what the rollout actors request from Ray."""
+    return Demand(config.rollout.engines, config.rollout.cpus, config.rollout.gpus)
 
 
 class Rollouts:
@@ -112,7 +136,7 @@ class Rollouts:
         self._actors = [self._start(number) for number in range(config.rollout.engines)]
         try:
             # An actor that cannot be built, for example for lack of memory, could not be replaced either.
-            ray.get([actor.__ray_ready__.remote() for actor in self._actors])
+            self._wait_for_start()
         except BaseException:
             for actor in self._actors:
                 ray.kill(actor)
@@ -123,6 +147,8 @@ class Rollouts:
         self._deaths = 0
         self._error: Exception | None = None
         self._closed = False
+        self._next_word = 0.0
+        """Time of the monotonic clock at which a wait logs its state next."""
         self.stale = 0
         """Number of groups that were too old, and made again."""
         self._thread = threading.Thread(target=self._wait_for_calls, name="raylane-rollouts", daemon=True)
@@ -143,52 +169,64 @@ class Rollouts:
             self._dispatch()
 
     def take(self, step: int, should_stop: Callable[[], bool]) -> list[list[ItemTicket]]:
-        """Wait for the groups of a step, in the order of their prompts; return fewer after a request to stop."""
-        count, lag = self._config.grpo.prompts_per_step, self._config.grpo.lag
+        """Wait for the groups of a step, in the order of their prompts; return fewer after a request to stop.
+
+        RaylaneError if they have not come after `grpo.step_timeout_s` seconds.
+        """
+        count = self._config.grpo.prompts_per_step
         taken: list[list[ItemTicket]] = []
-        while len(taken) < count and not should_stop():
-            with self._lock:
-                if self._error is not None:
-                    raise self._error
-            try:
-                # A short wait, again and again: an error of the actors must end it.
-                groups = self.queue.take_tickets(count - len(taken), at_least=1, timeout=_LOOK_S)
-            except QueueTimeoutError:
-                self._look_for_weights()
-                continue
-            refused = []
-            with self._lock:
-                for group in groups:
-                    # All answers to a prompt are one item, made by one version of the weights.
-                    (ticket,) = group
-                    ((weights_step, _),) = ticket.versions
-                    if not self._schedule.accepts(ticket.group):
-                        refused.append(group)
-                    elif step - weights_step > lag:
-                        refused.append(group)
-                        self.stale += 1
-                        self._schedule.make_again(ticket.group[1])
-                    else:
-                        taken.append(group)
-                self._dispatch()
-            # Their memory is free again; nobody will ask for them.
-            self.queue.acknowledge(refused)
+        deadline = self._begin_wait()
+        try:
+            while len(taken) < count and not should_stop():
+                self._raise_errors(deadline, f"step {step + 1} has {len(taken)} of {count} groups of answers")
+                taken += self._take_some(step, count - len(taken))
+        except BaseException:
+            # The step begins again with other groups, if at all.
+            self.queue.acknowledge(taken)
+            raise
         # By prompt, not by arrival: with lag 0 a run is exact.
         return sorted(taken, key=lambda group: group[0].group)
 
+    def _take_some(self, step: int, count: int) -> list[list[ItemTicket]]:
+        """Wait a moment for groups of a step; return up to `count` that are trained on."""
+        try:
+            # A short wait, again and again: an error of the actors must end it.
+            groups = self.queue.take_tickets(count, at_least=1, timeout=_LOOK_S)
+        except QueueTimeoutError:
+            self._look_for_weights()
+            return []
+        accepted, refused = [], []
+        with self._lock:
+            for group in groups:
+                # All answers to a prompt are one item, made by one version of the weights.
+                (ticket,) = group
+                ((weights_step, _),) = ticket.versions
+                if not self._schedule.accepts(ticket.group):
+                    refused.append(group)
+                elif step - weights_step > self._config.grpo.lag:
+                    refused.append(group)
+                    self.stale += 1
+                    self._schedule.make_again(ticket.group[1])
+                else:
+                    accepted.append(group)
+            self._dispatch()
+        # Their memory is free again; nobody will ask for them.
+        self.queue.acknowledge(refused)
+        return accepted
+
     def answers(self, prompts: Sequence[Prompt], step: int, temperature: float) -> list[tuple[str, float]]:
         """Return text and reward of an answer to each prompt, with the weights after so many steps. Waits."""
+        deadline = self._begin_wait()
         while True:
             with self._lock:
                 actors = list(self._actors)
-                if self._error is not None:
-                    raise self._error
             # Each actor answers a part of them; the order stays that of the prompts.
             share = -(-len(prompts) // len(actors))
             parts = [prompts[i : i + share] for i in range(0, len(prompts), share)]
             refs = [actor.answer.remote(part, step, temperature) for actor, part in zip(actors, parts, strict=False)]
             try:
-                while len(ray.wait(refs, num_returns=len(refs), timeout=_LOOK_S)[0]) < len(refs):
+                while (count := len(ray.wait(refs, num_returns=len(refs), timeout=_LOOK_S)[0])) < len(refs):
+                    self._raise_errors(deadline, f"validation has answers of {count} of {len(refs)} rollout actors")
                     self._look_for_weights()
                 return [answer for some in ray.get(refs) for answer in some]
             except ray.exceptions.RayActorError:
@@ -217,9 +255,42 @@ class Rollouts:
         for actor in actors:
             ray.kill(actor)
         # It may be in `ray.wait`, which ends with the calls of the dead actors, or after a second.
-        self._thread.join()
+        self._thread.join(_CLOSE_S)
 
     # Parts of the above
+
+    def _wait_for_start(self) -> None:
+        """Wait until all actors have loaded their model; RaylaneError after `rollout.timeout_s`."""
+        refs, limit_s = [actor.__ray_ready__.remote() for actor in self._actors], self._config.rollout.timeout_s
+        ready, _ = ray.wait(refs, num_returns=len(refs), timeout=limit_s)
+        # First the errors of constructors, which say more. No limit: these calls have ended.
+        ray.get(ready)
+        if len(ready) < len(refs):
+            free = ray.available_resources()
+            raise RaylaneError(
+                f"{len(ready)} of {len(refs)} rollout actors have started within rollout.timeout_s={limit_s:g} s: each "
+                f"needs {self._config.rollout.cpus} CPUs and {self._config.rollout.gpus:g} GPUs, and the cluster has "
+                f"{free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs free. Wait for other jobs, or raise it"
+            )
+
+    def _begin_wait(self) -> Deadline:
+        self._next_word = time.monotonic() + _WORD_S
+        return Deadline(self._config.grpo.step_timeout_s)
+
+    def _raise_errors(self, deadline: Deadline, state: str) -> None:
+        """Raise the error of an actor, or that of a wait that has passed its deadline."""
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+        if time.monotonic() >= self._next_word:
+            _log.warning("%s, and waits", state)
+            self._next_word = time.monotonic() + _WORD_S
+        if deadline.left_s() == 0:
+            names = ", ".join(name for name, _ in self._config.grpo.named_rewards)
+            raise RaylaneError(
+                f"{state} after grpo.step_timeout_s={deadline.timeout_s:g} s: sampling, or one of the rewards {names}, "
+                "takes longer. Give rewards a limit of their own, or raise grpo.step_timeout_s"
+            )
 
     def _look_for_weights(self) -> None:
         """Let the trainer publish its weights again if the memory that kept them is gone.
@@ -258,7 +329,7 @@ class Rollouts:
     def _wait_for_calls(self) -> None:
         while True:
             with self._lock:
-                self._lock.wait_for(lambda: self._calls or self._closed)
+                self._lock.wait_for(lambda: self._calls or self._closed)  # no limit: `close` ends it
                 if self._closed:
                     return
                 refs = list(self._calls)
@@ -298,7 +369,10 @@ class Rollouts:
             actors = list(enumerate(self._actors))
         for engine, actor in actors:
             try:
-                ray.get(actor.__ray_ready__.remote())
+                # An actor that is at work answers later, and is alive.
+                ray.get(actor.__ray_ready__.remote(), timeout=_LOOK_S)
+            except ray.exceptions.GetTimeoutError:
+                continue
             except ray.exceptions.RayActorError as error:
                 with self._lock:
                     if self._actors[engine] is actor:

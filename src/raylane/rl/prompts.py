@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import json
+import hashlib
+import logging
+import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,57 +16,108 @@ import numpy as np
 from raylane.errors import ConfigError, DataError
 from raylane.rl.config import GrpoRunConfig
 from raylane.rl.rollout import Prompt
+from raylane.training import storage
+from raylane.training.text import tokenizer as tokenizers
+from raylane.training.text.messages import Conversation, parse_line, prompt_of
 from raylane.training.vocabulary import Vocabulary
 
+_log = logging.getLogger(__name__)
 
-def read_rows(path: str, prompt_key: str) -> list[dict[str, Any]]:
-    """Return the lines of a JSONL file. DataError names the line that cannot be used."""
+
+@dataclass(frozen=True)
+class PromptLine:
+    """Line of a file of prompts."""
+
+    row: Mapping[str, Any]
+    """All of the line, for rewards."""
+    prompt: Conversation
+
+
+def read_lines(path: str, prompt_key: str) -> list[PromptLine]:
+    """Return the lines of a JSONL file, read as in fine-tuning. DataError names the line that cannot be used."""
+    lines = []
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        # Only a line feed ends a line: JSON may hold other separators of Unicode in its texts.
+        with Path(path).open(encoding="utf-8-sig", newline="\n") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    where = f"{path}:{number}"
+                    row = parse_line(line.rstrip("\r\n"), where)
+                    lines.append(PromptLine(row, prompt_of(row, prompt_key, where)))
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
             f"the prompts in {path} cannot be read: {error}. Check data.train and data.validation"
         ) from error
-    rows = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise DataError(f"{path}, line {number} is not JSON: {error}") from error
-        if not isinstance(row, dict) or not row.get(prompt_key):
-            raise DataError(
-                f"{path}, line {number} has no {prompt_key!r}. Set data.prompt_key to the key of the prompt"
-            )
-        rows.append(row)
-    if not rows:
-        raise DataError(f"{path} has no prompts")
-    return rows
+    if not lines:
+        raise DataError(f"{path} has no prompts. Write one JSON object with {prompt_key!r} in each line")
+    return lines
+
+
+def tokenizer_folder(config: GrpoRunConfig) -> Path:
+    """Return the folder that the tokenizer is loaded from."""
+    source = config.policy.tokenizer.name or config.policy.model_name
+    assert source is not None, "the configuration names a model"
+    return Path(source)
 
 
 def load_tokenizer(config: GrpoRunConfig) -> Any:
     """Return the tokenizer of the run, with the configured chat template. ConfigError if there is none."""
-    from transformers import AutoTokenizer
-
-    settings = config.policy.tokenizer
-    source = settings.name or config.policy.model_name
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True)
-    except (OSError, ValueError) as error:
+    settings, source = config.policy.tokenizer, tokenizer_folder(config)
+    tokenizer = tokenizers.load_tokenizer(source)
+    tokenizers.use_template(tokenizer, tokenizers.template_text(settings.chat_template))
+    tokenizers.check_template_kwargs(tokenizer, settings.chat_template_kwargs)
+    template = tokenizer.chat_template
+    # Of several templates transformers uses `default`, or `tool_use` if there are tools.
+    if not template or (isinstance(template, dict) and "default" not in template):
+        several = f"has the chat templates {', '.join(template)}, and no default" if template else ""
         raise ConfigError(
-            f"the tokenizer in {source} cannot be loaded: {error}. Set policy.tokenizer.name to a folder with one"
-        ) from error
-    if tokenizer.eos_token_id is None:
-        raise ConfigError(f"the tokenizer in {source} has no end-of-sequence token, so no answer would end")
+            f"the tokenizer in {source} {several or 'has no chat template'}, so prompts cannot be written. Set "
+            "policy.tokenizer.chat_template to chatml, llama3 or a Jinja file; '{{ messages[-1].content }}' gives a "
+            "base model the text as it is",
+            key="policy.tokenizer.chat_template",
+        )
+    if isinstance(template, str) and "add_generation_prompt" not in template:
+        _log.warning(
+            "the chat template writes nothing between a prompt and its answer (add_generation_prompt), so the model "
+            "has to begin its turn itself. Add it to a copy, and name that in policy.tokenizer.chat_template"
+        )
+    if not tokenizers.end_ids(tokenizer, source):
+        raise ConfigError(
+            f"the tokenizer in {source} has no end-of-sequence token, so no answer would end. Set eos_token in its "
+            "tokenizer_config.json"
+        )
     return tokenizer
 
 
-def vocabulary_of(tokenizer: Any, folder: str) -> Vocabulary:
-    """Return the facts about a tokenizer that workers need."""
-    end = int(tokenizer.eos_token_id)
-    pad = tokenizer.pad_token_id
-    return Vocabulary(Path(folder).resolve(), len(tokenizer), end if pad is None else int(pad), (end,))
+def vocabulary_of(tokenizer: Any, folder: str | Path) -> Vocabulary:
+    """Return the facts about a tokenizer that workers and engines need, with the end tokens that its folder names."""
+    ends = tokenizers.end_ids(tokenizer, Path(folder))
+    pad = min(ends) if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
+    return Vocabulary(Path(folder).resolve(), tokenizers.vocabulary_size(tokenizer), pad, ends)
+
+
+def stored_vocabulary(tokenizer: Any, config: GrpoRunConfig) -> Vocabulary:
+    """Return the vocabulary with the tokenizer in a folder of its own in `data.cache_dir`, as it is used in the run.
+
+    The exported model gets this folder: it has the configured template, and nothing else of the model's folder.
+    """
+    vocabulary = vocabulary_of(tokenizer, tokenizer_folder(config))
+    cache_dir = Path(config.data.cache_dir).resolve()
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write to data.cache_dir={config.data.cache_dir}: {error}. Check its free space and permissions"
+        ) from error
+    with tempfile.TemporaryDirectory(prefix="tokenizer-", dir=cache_dir) as name:
+        tokenizers.save_tokenizer(tokenizer, vocabulary.end_ids, Path(name))
+        contents = [(path.name, path.read_bytes()) for path in sorted(Path(name).rglob("*")) if path.is_file()]
+        digest = hashlib.sha256(repr(contents).encode()).hexdigest()[:16]
+        folder = cache_dir / f"tokenizer-{digest}"
+        if not folder.is_dir():
+            with storage.filled_beside(folder) as draft:
+                shutil.copytree(name, draft, dirs_exist_ok=True)
+    return replace(vocabulary, tokenizer_dir=folder)
 
 
 @dataclass
@@ -78,20 +132,21 @@ class PromptSet:
     @classmethod
     def read(cls, path: str, config: GrpoRunConfig, tokenizer: Any) -> PromptSet:
         """Read and tokenise a file. DataError for a line that cannot be used, or that leaves no room for an answer."""
-        rows = read_rows(path, config.data.prompt_key)
+        lines = read_lines(path, config.data.prompt_key)
         room = config.policy.max_total_sequence_length - config.rollout.max_new_tokens
         tokens = []
-        for number, row in enumerate(rows, 1):
-            tokens.append(
-                tokenise(tokenizer, row[config.data.prompt_key], config.policy.tokenizer.chat_template_kwargs)
-            )
+        for line in lines:
+            prompt, kwargs = line.prompt, config.policy.tokenizer.chat_template_kwargs
+            tokens.append(tokenizers.prompt_tokens(tokenizer, prompt, kwargs))
+            if not tokens[-1]:
+                raise DataError(f"{prompt.where}: the prompt has no tokens. Correct it, or the chat template")
             if len(tokens[-1]) > room:
                 raise DataError(
-                    f"{path}, prompt {number} has {len(tokens[-1])} tokens, and policy.max_total_sequence_length="
+                    f"{prompt.where}: the prompt has {len(tokens[-1])} tokens, and policy.max_total_sequence_length="
                     f"{config.policy.max_total_sequence_length} less rollout.max_new_tokens="
                     f"{config.rollout.max_new_tokens} leaves room for {room}. Shorten it, or change one of them"
                 )
-        return cls(rows, tokens, config.grpo.seed, config.data.shuffle)
+        return cls([line.row for line in lines], tokens, config.grpo.seed, config.data.shuffle)
 
     def prompt(self, number: int) -> Prompt:
         """Return prompt `number` of the run."""
@@ -113,12 +168,3 @@ class PromptSet:
                 np.random.default_rng([self.seed, epoch]).permutation(len(self.rows)),
             )
         return self._permutation
-
-
-def tokenise(tokenizer: Any, prompt: Any, template_kwargs: Mapping[str, Any]) -> list[int]:
-    """Return the tokens of a prompt with the chat template, up to where the answer begins."""
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    # As text first: templates write their own special tokens, which must not be added a second time.
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **template_kwargs)
-    tokens: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return tokens

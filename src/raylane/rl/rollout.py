@@ -129,7 +129,7 @@ class TransformersEngine:
         )
 
 
-@dataclass
+@dataclass(repr=False)
 class RolloutActor:
     """Engine, rewards and queue of one rollout actor. One call at a time."""
 
@@ -140,6 +140,10 @@ class RolloutActor:
     options: SamplingOptions
     queue: TrajectoryQueue
     timeout_s: float = 600.0
+
+    def __repr__(self) -> str:
+        # Ray begins each line of an actor's output with it.
+        return f"Engine {self.number}"
 
     def make(self, batch: PromptBatch) -> RolloutReport:
         """Sample and score answers to prompts, and put a group for each prompt into the queue; return its figures."""
@@ -163,7 +167,7 @@ class RolloutActor:
                 "tokens": answers.tokens[at, :longest].cpu(),
                 "logprobs": answers.logprobs[at, :longest].cpu(),
                 "lengths": answers.lengths[at].cpu(),
-                "rewards": torch.tensor([total for total, _ in scores]),
+                "rewards": torch.tensor([total for total, _ in scores], dtype=torch.float64),
                 "step": used.step,
             }
             groups.append((group, (batch.epoch, prompt.number), sum(lengths[at])))

@@ -63,7 +63,7 @@ def answer_rows(groups: Sequence[dict[str, Any]], options: RowOptions) -> tuple[
     """Return the answers that are trained on, and the counts of all of them.
 
     A group has prompt, int64 [P]; tokens, int64 [G, R]; logprobs, float32 [G, R]; lengths, int64 [G]; rewards,
-    float32 [G].
+    float64 [G].
     """
     rows, tokens, answers = [], 0, 0
     for group in groups:

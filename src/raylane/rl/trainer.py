@@ -24,11 +24,12 @@ from raylane import weights
 from raylane.core import trace_file
 from raylane.errors import QueueLostError, WeightsLostError, WorkerLostError
 from raylane.rl.config import GrpoRunConfig
-from raylane.rl.engines import Rollouts
+from raylane.rl.engines import Rollouts, engine_demand
 from raylane.rl.policy import GrpoPolicy
-from raylane.rl.prompts import PromptSet, load_tokenizer, vocabulary_of
+from raylane.rl.prompts import PromptSet, load_tokenizer, stored_vocabulary
+from raylane.rl.queue.book import ItemTicket
 from raylane.rl.queue.handle import TrajectoryQueue
-from raylane.rl.rewards import load_rewards
+from raylane.rl.rewards import load_rewards, try_rewards
 from raylane.rl.rollout import Prompt, process_memory_bytes
 from raylane.rl.timeline import Timeline
 from raylane.training import storage
@@ -90,11 +91,12 @@ def run(config: GrpoRunConfig) -> GrpoResult:
     held_out: list[Prompt] = []
     if config.data.validation is not None:
         held_out = PromptSet.read(config.data.validation, config, tokenizer).first(config.data.val_prompts)
-    # An error of their names is clearer here than in an actor.
-    load_rewards(config.grpo.named_rewards, os.getcwd())
+    # An error of a reward is clearer here than in an actor.
+    rewards = load_rewards(config.grpo.named_rewards, os.getcwd())
+    try_rewards(rewards, (held_out or prompts.first(1))[0].row, config.grpo.step_timeout_s)
     with RunRecord(config) as record, open_folders(config, record) as (log, resumed), ExitStack() as stack:
         with block_sigterm():
-            stack.enter_context(ray_session.connect(config.cluster))
+            stack.enter_context(ray_session.connect(config.cluster, {"rollout.engines": engine_demand(config)}))
             stop = stack.enter_context(StopRequest())
         losses = 0
         while True:
@@ -133,9 +135,7 @@ def _train(
     anew: bool,
 ) -> None:
     """Run all steps with a new queue, new workers and new engines, which have ended when this returns or raises."""
-    source = config.policy.tokenizer.name or config.policy.model_name
-    assert source is not None, "the configuration names a model"
-    vocabulary = vocabulary_of(tokenizer, source)
+    vocabulary = stored_vocabulary(tokenizer, config)
     with ExitStack() as stack:
         queue = TrajectoryQueue(max_items=1 << 20, max_bytes=config.rollout.queue_bytes)
         # The stack ends what was started last first: engines, then the weights that they read, then the workers.
@@ -165,6 +165,8 @@ class GrpoTrainer:
         """Number of restarts of the workers since the last checkpoint was saved."""
         self._skipped = SkippedSteps(config.grpo.max_skipped_steps, "grpo.max_skipped_steps")
         self._step_ended_s = time.time()
+        self._tickets: list[list[ItemTicket]] = []
+        """Answers of the step under way, which the workers read in place."""
 
     @property
     def done(self) -> int:
@@ -236,6 +238,8 @@ class GrpoTrainer:
         reason = str(lost.fields.get("reason", f"{lost}."))
         self.note(restart_text(reason, self.saved, self._restarts, self._config.grpo.max_restarts))
         self.policy.recover()
+        # A step that has failed is made again with other answers.
+        self._end_tickets()
         self._validated = {step for step in self._validated if self.saved is not None and step <= self.saved.step}
         # A new epoch of the schedule begins: what the engines have made since is not used.
         self.resume_from(self.saved, anew=False)
@@ -247,11 +251,10 @@ class GrpoTrainer:
         if len(tickets) < self._config.grpo.prompts_per_step:  # a request to stop
             self.rollouts.queue.give_back(tickets)
             return
-        taken_s = time.time()
+        taken_s, self._tickets = time.time(), tickets
         metrics = self.policy.train_groups(number, tickets)
         ended_s = time.time()
-        # Only now: the workers read the payloads in place, and a dead worker's step is made again with other groups.
-        self.rollouts.queue.acknowledge(tickets)
+        self._end_tickets()
         self.rollouts.stepped(self.done)
         self.timeline.add("trainer", f"step {number + 1}", taken_s, ended_s)
         self._record(metrics, ended_s)
@@ -264,6 +267,12 @@ class GrpoTrainer:
             self._validate()
         if self._config.checkpointing.enabled and self._is_due(self._config.checkpointing.save_period):
             self._save(with_hf=False)
+
+    def _end_tickets(self) -> None:
+        """Give the memory of the answers back, when no worker reads it any more."""
+        tickets, self._tickets = self._tickets, []
+        if tickets:
+            self.rollouts.queue.acknowledge(tickets)
 
     def _record(self, metrics: dict[str, float], ended_s: float) -> None:
         """Write the metrics of a step, with those of the engines since the step before."""

@@ -28,6 +28,12 @@ from raylane.training.vocabulary import Vocabulary
 from raylane.workers.batch import BatchDict
 
 
+def _is_noise(module: torch.nn.Module, name: str) -> bool:
+    """Return True for an attribute of a layer that is the probability of dropout, or the noise of a router."""
+    is_layer = "dropout" in type(module).__name__.lower() and name == "p"
+    return is_layer or any(part in name for part in ("dropout", "pdrop", "jitter_noise"))
+
+
 @with_own_defaults_in_methods
 class GrpoWorker(TrainingWorker[GrpoRunConfig, Vocabulary]):
     """Model, optimizer and loss of one rank."""
@@ -45,6 +51,16 @@ class GrpoWorker(TrainingWorker[GrpoRunConfig, Vocabulary]):
         self._step_metrics: dict[str, float] = {}
         """Metrics of the rows of the step that is under way."""
         return facts
+
+    def new_model(self) -> RunModel:
+        """Return a further model without dropout: engines sample without it, and ratios compare with them."""
+        model = super().new_model()
+        for module in model.modules():
+            # Layers keep the probability in their own attributes, under several names.
+            for name, value in vars(module).items():
+                if isinstance(value, float) and _is_noise(module, name):
+                    setattr(module, name, 0.0)
+        return model
 
     def make_loss(self) -> GrpoLoss:
         """Return the loss that the configuration describes."""

@@ -318,11 +318,11 @@ class WorkerGroup:
                 f"total: {_amounts(ray.cluster_resources())}. Add nodes, or ask for fewer resources"
             )
         # Create all actors before waiting for any of them, so that their processes start in parallel.
-        remote_host = ray.remote(WorkerHost)
+        remote_host, name = ray.remote(WorkerHost), self.worker_class.__name__
         for rank, bundle in enumerate(_bundle_of_each_rank(self._placement, self.size)):
             seat = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=bundle)
             options = self._options.remote_options(rank)
-            self._actors.append(remote_host.options(scheduling_strategy=seat, **options).remote(rank))
+            self._actors.append(remote_host.options(scheduling_strategy=seat, **options).remote(rank, name))
         seats = [actor.take_seat.remote(rank == 0) for rank, actor in enumerate(self._actors)]
         starting = GroupFuture(
             f"{self.worker_class.__name__}.starting", plan_some(self.sharding), RefCalls(seats), self._failures

@@ -53,8 +53,9 @@ class WorkerHost:
     the graph loop). A group uses one of the two ways only, so all methods of its worker run on one thread.
     """
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    def __init__(self, rank: int, name: str = "worker") -> None:
+        """Take a rank; `name` is that of the worker's class."""
+        self._rank, self._name = rank, name
         self._worker: Any = None
         """The user's object; None before it is constructed, and again after Ray has restarted this process."""
         self._store: TCPStore | None = None
@@ -68,6 +69,10 @@ class WorkerHost:
         self._idle = threading.Event()
         """Set while no method of the worker runs."""
         self._idle.set()
+
+    def __repr__(self) -> str:
+        # Ray begins each line of an actor's output with it.
+        return f"{self._name} rank {self._rank}"
 
     def take_seat(self, opens_store: bool) -> Seat:
         """Return the location of this process; on rank 0 also open the store that MASTER_PORT names."""

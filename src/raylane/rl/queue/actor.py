@@ -27,14 +27,6 @@ from raylane.rl.queue.book import (
 from raylane.rl.queue.host import QueueHost
 
 
-class Membership(NamedTuple):
-    """Answer to a process that joins a queue."""
-
-    member: int
-    host: Any
-    """Actor of its host."""
-
-
 class Commit(NamedTuple):
     """Items of one block that a producer announces."""
 
@@ -53,11 +45,10 @@ class QueueActor:
         self._changed = asyncio.Condition()
         self._hosts: dict[str, Any] = {}
         """Actor of each host, by Ray's id of its node."""
-        self._members = 0
         self._host_of: dict[int, str] = {}
         """Host of each member."""
         self._ended: set[int] = set()
-        """Members that have left or died."""
+        """Members that have left or died, also those whose `join` has yet to arrive."""
         self._stranded: set[int] = set()
         """Members whose host's actor has died; they have to join again."""
         self._last_wait = 0
@@ -67,15 +58,18 @@ class QueueActor:
         """Tasks under way; an event loop keeps no tasks."""
         self._closed = False
 
-    async def join(self, host: str, pid: int, ticks: int) -> Membership:
-        """Take a process in, as producer and consumer, until it leaves or ends."""
+    async def join(self, member: int, host: str, pid: int, ticks: int) -> Any:
+        """Take a process in, as producer and consumer, until it leaves or ends; return the actor of its host.
+
+        The process chooses its number, so that it can leave without the answer to this call.
+        """
+        if member in self._ended:
+            raise QueueClosedError("this process has left the queue: joining it took too long. Call again")
         actor = self._host(host)
-        self._members += 1
-        member = self._members
         self._host_of[member] = host
         self._book.add_producer(member, host)
         self._start(self._watch_member(member, actor, self._new_wait(member), pid, ticks))
-        return Membership(member, actor)
+        return actor
 
     async def leave(self, member: int) -> None:
         """Forget a member; what it has taken and not acknowledged goes to others."""
@@ -83,11 +77,13 @@ class QueueActor:
             return
         # Remembered: calls of this member may arrive later, as Ray keeps no order.
         self._ended.add(member)
+        if member not in self._host_of:
+            return
         self._book.remove_consumer(member)
         self._book.remove_producer(member)
         # Ray lets an actor that nobody has a handle of wait five seconds for calls that it has made, before it ends.
         self._end_wait(member, self._host_of[member])
-        if len(self._ended) == self._members:
+        if self._host_of.keys() <= self._ended:
             for host in self._hosts:
                 self._end_wait(host, host)
         await self._notify()
@@ -118,30 +114,44 @@ class QueueActor:
         def enough() -> bool:
             nonlocal room
             room = self._book.room(key, place, entries)
-            return self._closed or key.producer in self._stranded or not entries or room > 0
+            has_no_caller = key.producer in self._stranded or key.producer in self._ended
+            return self._closed or has_no_caller or not entries or room > 0
 
         await self._until(enough)
         return room
 
-    async def take(self, member: int, count: int, at_least: int, timeout_s: float | None) -> list[list[ItemTicket]]:
-        """Wait for `at_least` groups; hand out up to `count`. Fewer only after the end of a queue that was closed."""
-        ready = self._book.ready
+    async def take(
+        self, member: int, request: int, count: int, at_least: int, timeout_s: float | None
+    ) -> list[list[ItemTicket]]:
+        """Wait for `at_least` groups; hand out up to `count`. Fewer only after the end of a queue that was closed.
+
+        Returns none to a caller that has withdrawn the request, or that has ended.
+        """
+        ready, book = self._book.ready, self._book
 
         def enough() -> bool:
-            ends = self._closed and (ready() > 0 or self._book.is_drained())
-            return ready() >= at_least or member in self._stranded or ends
+            ends = self._closed and (ready() > 0 or book.is_drained())
+            has_no_caller = member in self._ended or book.is_withdrawn(member, request)
+            return ready() >= at_least or member in self._stranded or has_no_caller or ends
 
         try:
             async with asyncio.timeout(timeout_s):
                 await self._until(enough)
         except TimeoutError:
+            book.end_request(member, request)
             raise QueueTimeoutError(
-                f"after {timeout_s:.3g} s {ready()} of {at_least} groups are there. Raise the timeout if that is "
-                "expected"
+                f"after {timeout_s:.3g} s {ready()} of {at_least} groups are there, and {book.state_of_producers()}. "
+                "Raise the timeout if that is expected"
             ) from None
         self._check(member)
         # A consumer that died while it waited must not get anything: nobody would take it back.
-        return [] if member in self._ended else self._book.take(member, count)
+        return [] if member in self._ended else book.take(member, count, request)
+
+    async def withdraw(self, member: int, request: int) -> None:
+        """Take back a call of `take` whose answer its caller has not received."""
+        if member not in self._ended:
+            self._book.withdraw(member, request)
+            await self._notify()
 
     async def acknowledge(self, member: int, numbers: Sequence[int]) -> None:
         """Note that a consumer needs items no more."""
@@ -200,6 +210,7 @@ class QueueActor:
         return self._hosts[host]
 
     async def _watch_member(self, member: int, host: Any, wait: int, pid: int, ticks: int) -> None:
+        # No limit, as below: the wait ends with the process, with its membership, or with the actor that it asks.
         with contextlib.suppress(ray.exceptions.RayActorError):
             await host.wait_for_end.remote(wait, pid, ticks)
             self._waits.pop(member, None)

@@ -8,14 +8,20 @@
     LOST: its memory is gone, or its group lost a member
 
 Items lie in blocks of shared memory. A block is free again when its producer has filled it and all of its items have
-ended. Called by `actor`.
+ended.
+
+A consumer numbers its takes, because the answer to one can be lost (a timeout, a cancellation, Ctrl-C). It then
+withdraws the number, before or after the take arrives here: what the take has leased returns, or it leases nothing.
+Called by `actor`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import heapq
-from collections import Counter
+import operator
+from collections import Counter, deque
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -91,15 +97,56 @@ class QueueOptions:
     def check(self) -> None:
         """Raise ValueError for a value that is not accepted."""
         for name in ("max_items", "max_bytes", "group_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+            check_count(name, getattr(self, name), 1)
         if self.max_items < self.group_size:
             raise ValueError(f"max_items={self.max_items} must have room for a group of group_size={self.group_size}")
-        if self.max_lag is not None and self.max_lag < 0:
-            raise ValueError(f"max_lag must be at least 0 versions, or None, got {self.max_lag}")
+        if self.max_lag is not None:
+            check_count("max_lag", self.max_lag, 0)
         for name, accepted in (("order", ORDERS), ("delivery", DELIVERIES)):
             if getattr(self, name) not in accepted:
                 raise ValueError(f"{name} must be {' or '.join(accepted)}, got {getattr(self, name)!r}")
+
+
+def check_count(name: str, value: Any, least: int) -> int:
+    """Return an integer of at least `least`; ValueError for another value."""
+    # True would count as 1. `index` accepts integers of numpy and torch too.
+    if not isinstance(value, bool):
+        with contextlib.suppress(TypeError):
+            number = operator.index(value)
+            if number >= least:
+                return number
+    raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+
+
+def plain_versions(value: Any) -> Versions:
+    """Return versions as pairs of plain integers; ValueError for another value."""
+    try:
+        pairs = tuple((version, tokens) for version, tokens in value)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"versions must be pairs of a version and its number of tokens, such as [(7, 8)], got {value!r}"
+        ) from None
+    return tuple(
+        (check_count("a version in versions", version, 0), check_count("the number of tokens in versions", tokens, 0))
+        for version, tokens in pairs
+    )
+
+
+def plain_group(value: Any) -> Hashable:
+    """Return the name of a group as plain values, which the queue's actor can read; ValueError for another value.
+
+    Objects of other classes would be unpickled in the actor, and NaN is not equal to itself.
+    """
+    if value is None or isinstance(value, str | bytes):
+        return value
+    if isinstance(value, tuple):
+        return tuple(plain_group(part) for part in value)
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(
+            f"group must be a text, bytes, an integer, or a tuple of these, got {value!r}. Name it by such a value"
+        ) from None
 
 
 class BlockKey(NamedTuple):
@@ -149,6 +196,8 @@ class _Item:
     block: BlockKey
     state: ItemState = ItemState.WAITING
     consumer: int | None = None
+    request: int = 0
+    """Number of the consumer's take that has leased it."""
     unit: int = 0
     """Number of the first item of its group, once that is complete: the same group may come again."""
 
@@ -193,6 +242,12 @@ class QueueStats:
     """Bytes of shared memory in use."""
     version: int = 0
     """Newest version of the weights."""
+    producers: int = 0
+    """Processes that have put items and are still there."""
+    ended_producers: int = 0
+    """Processes that have put items and have left or died."""
+    stale_groups: tuple[Any, ...] = ()
+    """Names of the groups that were dropped last as stale, at most 16."""
     tokens: dict[int, int] = field(default_factory=dict)
     """Tokens of the acknowledged items by the version that made them."""
 
@@ -224,10 +279,14 @@ class QueueBook:
         """Numbers of the blocks that a producer may use again and was not told of yet, by producer."""
         self._putting: set[int] = set()
         """Producers that have put items, and are still there."""
+        self._ended_producers = 0
+        self._stale_groups: deque[Hashable] = deque(maxlen=16)
         self._abandoned: list[BlockPlace] = []
         """Blocks of producers that are gone, which nobody needs any more."""
         self._producers: dict[int, str] = {}
         """Host of each producer."""
+        self._withdrawn: set[tuple[int, int]] = set()
+        """Consumer and number of takes that were withdrawn before they leased anything."""
         self._numbers = 0
         self._counts: Counter[str] = Counter()
         self._tokens: Counter[int] = Counter()
@@ -303,6 +362,7 @@ class QueueBook:
         """Note that a producer has left or died. Its complete groups stay, the others cannot be completed."""
         self._producers.pop(producer, None)
         self._free.pop(producer, None)
+        self._ended_producers += producer in self._putting
         self._putting.discard(producer)
         broken = [
             members
@@ -333,16 +393,35 @@ class QueueBook:
         """Return True if no item is left, neither here nor with consumers."""
         return not self._items
 
-    def take(self, consumer: int, count: int) -> list[list[ItemTicket]]:
-        """Hand out up to so many groups, in the order of the queue."""
+    def take(self, consumer: int, count: int, request: int = 0) -> list[list[ItemTicket]]:
+        """Hand out up to so many groups, in the order of the queue; none if the request was withdrawn."""
         taken: list[list[ItemTicket]] = []
+        if self.is_withdrawn(consumer, request):
+            self._withdrawn.discard((consumer, request))
+            return taken
         while self._ready and len(taken) < count:
             *_, members = heapq.heappop(self._ready)
             for member in members:
                 member.advance(ItemEvent.TAKEN)
-                member.consumer = consumer
+                member.consumer, member.request = consumer, request
             taken.append([member.ticket for member in members])
         return taken
+
+    def withdraw(self, consumer: int, request: int) -> None:
+        """Take a request back whose answer the consumer has not received, before or after it has leased items."""
+        # Also with at_most_once: nobody has seen these items.
+        leased = [item for item in self._items.values() if (item.consumer, item.request) == (consumer, request)]
+        self._return(leased)
+        if not leased:
+            self._withdrawn.add((consumer, request))
+
+    def is_withdrawn(self, consumer: int, request: int) -> bool:
+        """Return True if a request was withdrawn and must lease nothing."""
+        return (consumer, request) in self._withdrawn
+
+    def end_request(self, consumer: int, request: int) -> None:
+        """Note that a request has ended without a lease."""
+        self._withdrawn.discard((consumer, request))
 
     def acknowledge(self, consumer: int, numbers: Iterable[int]) -> None:
         """Note that a consumer needs items no more. Items that were taken from it are ignored."""
@@ -359,6 +438,7 @@ class QueueBook:
         """Note that a consumer has left or died: what it had goes to others, or is lost with at_most_once."""
         # A consumer that has left normally has acknowledged or given back what it had; this is for the others.
         held = [item for item in self._items.values() if item.consumer == consumer]
+        self._withdrawn = {pair for pair in self._withdrawn if pair[0] != consumer}
         if self.options.delivery == "at_most_once":
             self._end(held, ItemEvent.MEMORY_LOST)
         else:
@@ -407,8 +487,17 @@ class QueueBook:
             leased=states["leased"],
             nbytes=self.nbytes,
             version=self.version,
+            producers=len(self._putting),
+            ended_producers=self._ended_producers,
+            stale_groups=tuple(self._stale_groups),
             tokens=dict(sorted(self._tokens.items())),
         )
+
+    def state_of_producers(self) -> str:
+        """Return a sentence about the processes that have put items, for errors of waits."""
+        if self._putting or not self._ended_producers:
+            return f"{len(self._putting)} processes that have put items are there"
+        return f"all {self._ended_producers} processes that have put items have left or died"
 
     # Parts of the above
 
@@ -460,6 +549,9 @@ class QueueBook:
         return [other for other in self._items.values() if other.unit == item.unit]
 
     def _end(self, items: Iterable[_Item], event: ItemEvent) -> None:
+        items = list(items)
+        if event is ItemEvent.TOO_OLD and items:
+            self._stale_groups.append(items[0].ticket.group)
         for item in items:
             item.advance(event)
             assert item.state in ENDED

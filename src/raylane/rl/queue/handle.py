@@ -7,6 +7,9 @@
     write over it  <──free blocks──
 
 Tickets are announced by a thread, one call at a time; items that are put meanwhile go with the next call.
+
+A call whose answer does not come in time, or whose caller is cancelled, is taken back (`take`, `join`): nothing is
+leased to a caller that does not wait any more.
 """
 
 from __future__ import annotations
@@ -14,6 +17,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
+import logging
+import secrets
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator, Sequence
@@ -23,22 +29,28 @@ import ray
 
 from raylane.core.deadline import Deadline
 from raylane.core.place import here
-from raylane.core.semaphore import Segment
-from raylane.errors import QueueError, QueueLostError, QueueTimeoutError
+from raylane.errors import QueueClosedError, QueueError, QueueLostError, QueueTimeoutError
 from raylane.rl.queue.actor import Commit, QueueActor
-from raylane.rl.queue.blocks import BlockWriter, block_bytes, read_item
-from raylane.rl.queue.book import AnnouncedItem, BlockPlace, FreeBlocks, ItemTicket, QueueOptions, QueueStats, Versions
-from raylane.rl.queue.host import ItemRange
-from raylane.transport.link.endpoint import endpoint
+from raylane.rl.queue.blocks import BlockWriter, block_bytes
+from raylane.rl.queue.book import (
+    AnnouncedItem,
+    BlockPlace,
+    FreeBlocks,
+    ItemTicket,
+    QueueOptions,
+    QueueStats,
+    Versions,
+    check_count,
+    plain_group,
+    plain_versions,
+)
+from raylane.rl.queue.calls import call, call_async
+from raylane.rl.queue.reader import ItemReader, UnreadableError
+
+_log = logging.getLogger(__name__)
 
 WINDOW_BYTES = 16 << 20
 """Bytes that may be written before they are announced; a larger item is announced alone."""
-LARGE_BYTES = 1 << 16
-"""Size from which the copy of an item lies in memory of the transport's pool."""
-MOST_SEGMENTS = 128
-"""Number of segments that a consumer keeps mapped."""
-MARGIN_S = 5.0
-"""Seconds that a caller waits beyond the deadline for the actor's own error, which says more."""
 
 
 class Batch:
@@ -54,6 +66,8 @@ class Batch:
 
     def __init__(self, queue: TrajectoryQueue, tickets: list[list[ItemTicket]], groups: list[list[Any]]) -> None:
         self._queue = queue
+        self._is_open = True
+        """False after the batch was acknowledged or given back; this process may have taken its items again since."""
         self.tickets = tickets
         self.groups = groups
 
@@ -64,11 +78,17 @@ class Batch:
 
     def acknowledge(self) -> None:
         """Note that the items are done with. Does not wait; a second call does nothing."""
-        self._queue.acknowledge(self.tickets)
+        if self._end():
+            self._queue.acknowledge(self.tickets)
 
     def give_back(self) -> None:
-        """Let other consumers have the items. Does not wait."""
-        self._queue.give_back(self.tickets)
+        """Let other consumers have the items, unless they were acknowledged. Does not wait."""
+        if self._end():
+            self._queue.give_back(self.tickets)
+
+    def _end(self) -> bool:
+        was_open, self._is_open = self._is_open, False
+        return was_open
 
 
 class TrajectoryQueue:
@@ -114,6 +134,8 @@ class TrajectoryQueue:
         self._lock = threading.Lock()  # held while this process joins
         self._member: _QueueMember | None = None
         """Membership of this process; the first call joins."""
+        self._leased: set[int] = set()
+        """Numbers of the items that were taken by this handle, and neither acknowledged nor given back."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _handle, (self._actor, self.options)
@@ -127,13 +149,14 @@ class TrajectoryQueue:
 
         Args:
             value: The item. It may be changed as soon as this returns.
-            group: Group of the item, for a queue with a `group_size`.
+            group: Group of the item, for a queue with a `group_size`: a text, bytes, an integer, or a tuple of these.
             versions: Versions of the weights that made it, each with the number of tokens that it made.
             timeout: Seconds; None means RAYLANE_TIMEOUT_S (60 s).
 
         Raises:
             QueueClosedError: The queue is closed.
             GraphValueError: The value cannot be pickled.
+            ValueError: `group` or `versions` are of another kind; nothing was put.
         """
         self.put_many([value], group=group, versions=[versions], timeout=timeout)
 
@@ -158,9 +181,11 @@ class TrajectoryQueue:
         values = list(values)
         if versions is not None and len(versions) != len(values):
             raise ValueError(f"versions must have one entry for each of {len(values)} values, got {len(versions)}")
-        spans = versions or [()] * len(values)
+        # Checked here: in the actor an error would concern the items of later calls too.
+        spans = [plain_versions(span) for span in versions or [()] * len(values)]
+        group, deadline = plain_group(group), Deadline.of_call(timeout)
         with self._joining_again():
-            self._joined().sender.put(values, group, [tuple(span) for span in spans], Deadline.of_call(timeout))
+            self._joined(deadline).sender.put(values, group, spans, deadline)
 
     def flush(self, *, timeout: float | None = None) -> None:
         """Wait until the queue has accepted all that this process has put. Raises the errors of `put`."""
@@ -189,7 +214,8 @@ class TrajectoryQueue:
             QueueLostError: The host with one of the items has died. These are lost, the others are given back.
         """
         tickets = self.take_tickets(count, at_least=at_least, timeout=timeout)
-        return Batch(self, tickets, self.open(tickets, copy=copy))
+        with self._giving_back(tickets):
+            return Batch(self, tickets, self._read(tickets, copy=copy))
 
     def take_tickets(
         self, count: int, *, at_least: int | None = None, timeout: float | None = None
@@ -198,37 +224,52 @@ class TrajectoryQueue:
 
         The items stay taken by this process.
         """
-        # Checked here: an error in the actor would come with a traceback of another process.
-        least = count if at_least is None else at_least
-        if not 1 <= least <= count:
-            raise ValueError(f"at_least must be from 1 to count={count}, got {least}")
-        member, deadline = self._joined(), Deadline.of_call(timeout)
+        count, least, deadline = *_checked_counts(count, at_least), Deadline.of_call(timeout)
+        member = self._joined(deadline)
         with self._joining_again():
-            arguments = member.number, count, least, deadline.left_s()
-            tickets: list[list[ItemTicket]] = self._call("take", *arguments, deadline=deadline)
-        return tickets
+            return self._lease(call(self._actor, "take", *member.request(count, least, deadline), deadline=deadline))
 
     def open(self, tickets: Sequence[Sequence[ItemTicket]], *, copy: bool = True) -> list[list[Any]]:
         """Return the values of tickets, in any process. QueueLostError and `copy` as `take`."""
+        try:
+            return self._read(tickets, copy=copy)
+        except QueueLostError:
+            self._tell("give_back", self._leased.intersection(_numbers(tickets)))
+            raise
+
+    def _read(self, tickets: Sequence[Sequence[ItemTicket]], *, copy: bool) -> list[list[Any]]:
         member = self._joined()
         try:
             return member.reader.read(tickets, copy=copy)
-        except _Unreadable as error:
-            self._call("lose", error.numbers, deadline=Deadline.of_call(None))
-            self.give_back(tickets)
+        except UnreadableError as error:
+            call(self._actor, "lose", error.numbers, deadline=Deadline.of_call(None))
             raise QueueLostError(f"{len(error.numbers)} items on node {error.host} are lost: {error.cause}") from error
 
-    async def batches(self, count: int, *, at_least: int | None = None, copy: bool = True) -> AsyncIterator[Batch]:
-        """Yield batches of `count` groups until the queue is closed and empty; waits without a limit.
+    async def batches(
+        self, count: int, *, at_least: int | None = None, copy: bool = True, timeout: float | None = None
+    ) -> AsyncIterator[Batch]:
+        """Yield batches of `count` groups until the queue is closed and empty.
 
         Each batch is acknowledged when the next one is asked for, and given back if the loop is left by an error. The
-        last one may be smaller. At the end of a queue with groups, those that are not complete are dropped.
+        last one may be smaller. At the end of a queue with groups, those that are not complete are dropped. A wait for
+        a batch can be cancelled, and loses nothing.
+
+        Args:
+            count: Number of groups, as in `take`.
+            at_least: As in `take`.
+            copy: As in `take`.
+            timeout: Seconds to wait for a batch before QueueTimeoutError; None means no limit. A wait without a limit
+                logs a warning after each RAYLANE_TIMEOUT_S, with what is there and who still produces.
         """
-        await asyncio.to_thread(self._joined)  # so that nothing below waits in the event loop
+        count, least = _checked_counts(count, at_least)
+        member = await self._joined_async()
         while True:
-            batch = await asyncio.to_thread(self._take_forever, count, at_least, copy)
-            if not batch.tickets:
+            tickets = await self._take_async(member, count, least, timeout)
+            if not tickets:
                 return
+            with self._giving_back(tickets):
+                # On a thread: items of other hosts take time to come.
+                batch = Batch(self, tickets, await asyncio.to_thread(self._read, tickets, copy=copy))
             try:
                 yield batch
             # Also the GeneratorExit of a loop that was left by `break` or by an error.
@@ -237,69 +278,125 @@ class TrajectoryQueue:
                 raise
             batch.acknowledge()
 
-    def _take_forever(self, count: int, at_least: int | None, copy: bool) -> Batch:
+    async def _take_async(
+        self, member: _QueueMember, count: int, least: int, timeout: float | None
+    ) -> list[list[ItemTicket]]:
+        """Wait for tickets, without a limit if `timeout` is None."""
         while True:
+            deadline = Deadline.of_call(timeout)
             try:
-                return self.take(count, at_least=at_least, copy=copy)
-            except QueueTimeoutError:
-                continue
+                with self._joining_again():
+                    request = member.request(count, least, deadline)
+                    return self._lease(await call_async(self._actor, "take", *request, deadline=deadline))
+            except QueueTimeoutError as error:
+                if timeout is not None:
+                    raise
+                _log.warning("still waiting for items of a queue: %s", error)
 
     def acknowledge(self, tickets: Sequence[Sequence[ItemTicket]]) -> None:
-        """Give the memory of items back that this process has taken. Does not wait."""
-        self._tell("acknowledge", tickets)
+        """Give the memory of items back that this handle has taken. Does not wait.
+
+        QueueError for items that it has not taken, or has ended already.
+        """
+        self._end_leases("acknowledge", tickets)
 
     def give_back(self, tickets: Sequence[Sequence[ItemTicket]]) -> None:
-        """Let other consumers have items that this process has taken. Does not wait."""
-        self._tell("give_back", tickets)
+        """Let other consumers have items that this handle has taken. Does not wait. QueueError as `acknowledge`."""
+        self._end_leases("give_back", tickets)
 
     # Both
 
     def set_version(self, version: int) -> None:
         """Note the newest version of the weights, from which `max_lag` counts. Does not wait."""
-        self._actor.set_version.remote(version)
+        self._actor.set_version.remote(check_count("version", version, 0))
 
     def close(self, *, timeout: float | None = None) -> None:
         """Accept what this process has put, and nothing more; consumers get what is there. Waits for the queue."""
+        deadline = Deadline.of_call(timeout)
         self.flush(timeout=timeout)
-        self._call("close", deadline=Deadline.of_call(timeout))
+        call(self._actor, "close", deadline=deadline)
 
     def stats(self, *, timeout: float | None = None) -> QueueStats:
         """Return the figures of the queue."""
-        stats: QueueStats = self._call("stats", deadline=Deadline.of_call(timeout))
+        stats: QueueStats = call(self._actor, "stats", deadline=Deadline.of_call(timeout))
         return stats
 
     # Parts of the above
 
     @contextlib.contextmanager
     def _joining_again(self) -> Iterator[None]:
-        """After a QueueLostError in a `with` block, let the next call join again: this host may have another actor."""
+        """After the loss of a membership in a `with` block, let the next call join again.
+
+        This host may have another actor, and what could not be announced must not fail later calls.
+        """
         try:
             yield
-        except QueueLostError:
-            with self._lock:
-                member, self._member = self._member, None
-            if member is not None:
-                member.leave()
+        except QueueError as error:
+            if not isinstance(error, QueueClosedError | QueueTimeoutError):
+                with self._lock:
+                    member, self._member = self._member, None
+                if member is not None:
+                    member.leave()
             raise
 
-    def _joined(self) -> _QueueMember:
+    @contextlib.contextmanager
+    def _giving_back(self, tickets: Sequence[Sequence[ItemTicket]]) -> Iterator[None]:
+        """Give items back if a block does not hand them to the caller: also after Ctrl-C or a cancellation."""
+        try:
+            yield
+        except BaseException:
+            self._tell("give_back", self._leased.intersection(_numbers(tickets)))
+            raise
+
+    def _joined(self, deadline: Deadline | None = None) -> _QueueMember:
+        """Return the membership of this process, which the first call begins."""
+        if self._member is not None:
+            return self._member
+        number, node, place = _new_member()
+        host = call(self._actor, "join", number, node, *place, deadline=deadline or Deadline.of_call(None))
+        return self._set_member(number, host, node)
+
+    async def _joined_async(self) -> _QueueMember:
+        """Return the membership of this process, as `_joined`."""
+        if self._member is not None:
+            return self._member
+        number, node, place = _new_member()
+        host = await call_async(self._actor, "join", number, node, *place, deadline=Deadline.of_call(None))
+        return self._set_member(number, host, node)
+
+    def _set_member(self, number: int, host: Any, node: str) -> _QueueMember:
         with self._lock:
-            if self._member is None:
-                place, node = here(), ray.get_runtime_context().get_node_id()
-                arguments = node, place.pid, place.start_ticks
-                number, host = self._call("join", *arguments, deadline=Deadline.of_call(None))
-                self._member = _QueueMember(self._actor, number, host, node, self.options.max_bytes)
-                self._member.leave = weakref.finalize(self, self._member.sender.end)
+            if self._member is not None:  # another thread was first
+                self._actor.leave.remote(number)
+                return self._member
+            self._member = _QueueMember(self._actor, number, host, node, self.options.max_bytes)
+            self._member.leave = weakref.finalize(self, self._member.sender.end)
             return self._member
 
-    def _tell(self, method: str, tickets: Sequence[Sequence[ItemTicket]]) -> None:
-        # Ray may run these calls in any order, which is no harm: each names its items.
-        numbers = [ticket.number for group in tickets for ticket in group]
-        if numbers:
-            getattr(self._actor, method).remote(self._joined().number, numbers)
+    def _lease(self, tickets: list[list[ItemTicket]]) -> list[list[ItemTicket]]:
+        self._leased.update(_numbers(tickets))
+        return tickets
 
-    def _call(self, method: str, *args: Any, deadline: Deadline) -> Any:
-        return call(self._actor, method, *args, deadline=deadline)
+    def _end_leases(self, method: str, tickets: Sequence[Sequence[ItemTicket]]) -> None:
+        numbers = _numbers(tickets)
+        if others := sorted(numbers - self._leased):
+            # The actor would ignore them, and their memory would stay taken.
+            raise QueueError(
+                f"{method} has no effect on the items {others[:5]}: this handle has not taken them, or has ended them "
+                "already. Call it once, in the process that took them"
+            )
+        self._tell(method, numbers)
+
+    def _tell(self, method: str, numbers: set[int]) -> None:
+        self._leased -= numbers
+        # Ray may run these calls in any order, which is no harm: each names its items. A membership that has ended
+        # took its leases along.
+        if numbers and (member := self._member) is not None:
+            getattr(self._actor, method).remote(member.number, sorted(numbers))
+
+
+def _numbers(tickets: Sequence[Sequence[ItemTicket]]) -> set[int]:
+    return {ticket.number for group in tickets for ticket in group}
 
 
 def _handle(actor: Any, options: QueueOptions) -> TrajectoryQueue:
@@ -308,18 +405,20 @@ def _handle(actor: Any, options: QueueOptions) -> TrajectoryQueue:
     return queue
 
 
-def call(actor: Any, method: str, *args: Any, deadline: Deadline) -> Any:
-    """Return the answer of a method of a queue's actor, or raise its error."""
-    remaining_s = deadline.left_s()
-    try:
-        ref = getattr(actor, method).remote(*args)
-        return ray.get(ref, timeout=None if remaining_s is None else remaining_s + MARGIN_S)
-    except ray.exceptions.GetTimeoutError as error:
-        raise QueueTimeoutError(f"the queue did not answer within {deadline.timeout_s} s. Raise the timeout") from error
-    except ray.exceptions.RayTaskError as error:
-        raise (error.cause if isinstance(error.cause, QueueError) else error) from None
-    except ray.exceptions.RayActorError as error:
-        raise QueueLostError(f"the actor of the queue has ended: {error}. Make a new queue") from error
+def _checked_counts(count: Any, at_least: Any) -> tuple[int, int]:
+    # Checked here: an error in the actor would come with a traceback of another process.
+    count = check_count("count", count, 1)
+    least = count if at_least is None else check_count("at_least", at_least, 1)
+    if least > count:
+        raise ValueError(f"at_least must be from 1 to count={count}, got {least}")
+    return count, least
+
+
+def _new_member() -> tuple[int, str, tuple[int, int]]:
+    """Return a number for a new membership of this process, its node, and its pid with the time of its start."""
+    # Chosen here, so that the process can leave without the answer to `join`.
+    place = here()
+    return secrets.randbits(62), ray.get_runtime_context().get_node_id(), (place.pid, place.start_ticks)
 
 
 class _QueueMember:
@@ -329,95 +428,24 @@ class _QueueMember:
         self.number = number
         self.leave: Callable[[], Any] = lambda: None
         """Ends the membership; also called when the last handle of this process is gone."""
-        self.reader = _ItemReader(actor, node)
+        self.reader = ItemReader(actor, node)
         self.sender = _ItemSender(actor, number, host, node, max_bytes)
+        self._requests = itertools.count(1)
 
-
-class _Unreadable(Exception):
-    """Items whose memory is gone."""
-
-    def __init__(self, numbers: list[int], host: str, cause: Exception | str) -> None:
-        super().__init__(numbers, host, cause)
-        self.numbers, self.host, self.cause = numbers, host, cause
-
-
-class _ItemReader:
-    """Reads items from the memory of this host, or from the actors of others."""
-
-    def __init__(self, actor: Any, node: str) -> None:
-        self._actor, self._node = actor, node
-        self._lock = threading.Lock()  # guards the segments
-        self._segments: dict[str, Segment] = {}
-        """Segments by path, the last used one at the end."""
-        self._hosts: dict[str, Any] = {}
-
-    def read(self, tickets: Sequence[Sequence[ItemTicket]], *, copy: bool) -> list[list[Any]]:
-        """Return the values of tickets."""
-        far: dict[str, list[ItemTicket]] = {}
-        for group in tickets:
-            for ticket in group:
-                if ticket.host != self._node:
-                    far.setdefault(ticket.host, []).append(ticket)
-        # One call for all items of a host.
-        values: dict[int, Any] = {}
-        for host, some in far.items():
-            values |= self._fetch(host, some)
-        return [
-            [values[ticket.number] if ticket.host != self._node else self._here(ticket, copy) for ticket in group]
-            for group in tickets
-        ]
-
-    def _here(self, ticket: ItemTicket, copy: bool) -> Any:
-        # A segment that is mapped already can be read even if its host's actor has died.
-        try:
-            segment = self._segment(ticket.path)
-        except FileNotFoundError as error:
-            raise _Unreadable([ticket.number], ticket.host, error) from error
-        view = segment.view[ticket.offset : ticket.offset + ticket.nbytes]
-        return read_item(_copied(view) if copy else view)
-
-    def _segment(self, path: str) -> Segment:
-        with self._lock:
-            segment = self._segments.pop(path, None)
-            if segment is None:
-                # Values that still use the oldest one keep its mapping.
-                if len(self._segments) == MOST_SEGMENTS:
-                    del self._segments[next(iter(self._segments))]
-                segment = Segment.open(path)
-            self._segments[path] = segment
-            return segment
-
-    def _fetch(self, host: str, tickets: list[ItemTicket]) -> dict[int, Any]:
-        """Return the values of tickets of another host by number."""
-        from raylane.transport.api import get
-
-        numbers = [ticket.number for ticket in tickets]
-        try:
-            if host not in self._hosts:
-                self._hosts = call(self._actor, "hosts", deadline=Deadline.of_call(None))
-            ranges = [ItemRange(ticket.path, ticket.offset, ticket.nbytes) for ticket in tickets]
-            (ref,) = ray.get(self._hosts[host].read.remote(ranges))
-            tensors = get(ref)
-        except KeyError as error:
-            raise _Unreadable(numbers, host, "the actor that held the memory has died") from error
-        except ray.exceptions.RayError as error:
-            raise _Unreadable(numbers, host, error) from error
-        return {number: read_item(memoryview(tensor.numpy())) for number, tensor in zip(numbers, tensors, strict=True)}
-
-
-def _copied(view: memoryview) -> memoryview:
-    if view.nbytes < LARGE_BYTES:
-        return memoryview(bytearray(view))
-    # From the pool, whose pages are warm after the first batches: fresh ones would cost more than the copy.
-    copied = memoryview(endpoint().pool.take(view.nbytes)).cast("B")
-    copied[:] = view
-    return copied
+    def request(self, count: int, at_least: int, deadline: Deadline) -> tuple[int, int, int, int, float | None]:
+        """Return the arguments of a new call of `take`, which can be withdrawn by the first two."""
+        return self.number, next(self._requests), count, at_least, deadline.left_s()
 
 
 def _hold(host: Any, path: str) -> str:
     """Let the actor of this host hold a segment of this process; return its path there."""
     try:
-        return str(ray.get(host.hold.remote(path)))
+        deadline = Deadline.of_call(None)
+        return str(ray.get(host.hold.remote(path), timeout=deadline.left_s()))
+    except ray.exceptions.GetTimeoutError as error:
+        raise QueueTimeoutError(
+            f"the actor of the queue on this host did not answer within {deadline.timeout_s} s. Put again"
+        ) from error
     except ray.exceptions.RayActorError as error:
         raise QueueLostError(f"the actor of the queue on this host has ended: {error}. Put again") from error
 
@@ -490,7 +518,7 @@ class _ItemSender:
     def _announce_all(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._pending or self._ended)
+                self._changed.wait_for(lambda: self._pending or self._ended)  # no limit: `end` ends it
                 if not self._pending:
                     # The last handle of this process is gone, and all that it has put is announced.
                     self._leave()
@@ -499,6 +527,7 @@ class _ItemSender:
                 self._announced = False
             free = FreeBlocks([], self._writer.limit)
             try:
+                # No limit: it waits for room, and callers of `put` and `flush` have deadlines of their own.
                 free = call(self._actor, "commit", self._member, commits, deadline=Deadline(None))
             except Exception as error:
                 kind = type(error) if isinstance(error, QueueError) else QueueError

@@ -9,7 +9,6 @@ needed. Called by `prepare`, `audit` and the command line; knows nothing of data
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from raylane.errors import ConfigError, DataError
-from raylane.sft.data.messages import Conversation
 from raylane.sft.data.spans import (
     THINK,
     SpansUnknownError,
@@ -30,13 +28,19 @@ from raylane.sft.data.spans import (
 )
 from raylane.sft.data.training_templates import training_version
 from raylane.training.config.policy import TokenizerConfig
+from raylane.training.text.messages import Conversation
+from raylane.training.text.tokenizer import (
+    check_template_kwargs,
+    folder_end_ids,
+    load_tokenizer,
+    own_template,
+    save_tokenizer,
+    template_text,
+    use_template,
+    vocabulary_size,
+)
 
 START, END, PAD = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
-_OWN_TEMPLATES = {
-    "chatml": (START, END),
-    "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
-}
-"""Templates included in raylane (NAME.jinja beside this file) and their special tokens; the last one ends a turn."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message under which chat templates of transformers 5 find its reasoning (chat_template_utils)."""
 
@@ -56,28 +60,7 @@ class Encoded:
 
 def chatml_template() -> str:
     """Return raylane's ChatML template, with tools; the end token of every assistant turn is supervised."""
-    return _own_template("chatml")
-
-
-def _own_template(name: str) -> str:
-    return (Path(__file__).parent / f"{name}.jinja").read_text(encoding="utf-8")
-
-
-def template_text(choice: str | None) -> str | None:
-    """Return the template that `policy.tokenizer.chat_template` names or holds; None for the tokenizer's own."""
-    if choice is None or choice == "default":
-        return None
-    if choice in _OWN_TEMPLATES:
-        return _own_template(choice)
-    if "{%" in choice or "{{" in choice:
-        return choice
-    try:
-        return Path(choice).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            "policy.tokenizer.chat_template must be null, 'default', 'chatml', 'llama3', a template (text with {{ or "
-            f"{{%) or a readable file, got {choice!r}: {getattr(error, 'strerror', None) or error}"
-        ) from error
+    return own_template("chatml")
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
@@ -124,8 +107,7 @@ class ChatTokenizer:
         extra_end_ids: Sequence[int] = (),
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        if template is not None:
-            hf.chat_template = template
+        use_template(hf, template)
         if not hf.is_fast:
             raise DataError(
                 f"{type(hf).__name__} does not map tokens to characters, so assistant spans cannot be found; use the "
@@ -134,28 +116,13 @@ class ChatTokenizer:
         self.hf, self._fault = hf, _fault(hf.chat_template)
         self._template = training_version(hf.chat_template) if self._fault is None else ""
         self.has_marks = has_marks(self._template)
-        for name, tokens in _OWN_TEMPLATES.items():
-            if template == _own_template(name):
-                known = hf.get_vocab()
-                if missing := [token for token in tokens if token not in known]:
-                    raise DataError(
-                        f"policy.tokenizer.chat_template={name} needs the tokens {' and '.join(tokens)}, but the "
-                        f"tokenizer lacks {' and '.join(missing)}; use a template made of tokens that it has"
-                    )
-                hf.eos_token = tokens[-1]  # generation must stop at the token that ends a turn in this template
         if hf.eos_token_id is None and not extra_end_ids:
             raise DataError("the tokenizer has no end-of-sequence token; set eos_token in its tokenizer_config.json")
+        check_template_kwargs(hf, template_kwargs or {})
         self._template_kwargs = dict(template_kwargs or {})
-        # A value for a parameter of transformers would change the call itself (tokenize=false) or fail in it.
-        if taken := sorted(set(self._template_kwargs) & set(inspect.signature(hf.apply_chat_template).parameters)):
-            raise ConfigError(
-                f"policy.tokenizer.chat_template_kwargs sets {', '.join(taken)}, which raylane passes itself; only "
-                "variables of the chat template can be set"
-            )
         self.end_ids = frozenset([*extra_end_ids, *([] if hf.eos_token_id is None else [hf.eos_token_id])])
         self.pad_id = int(min(self.end_ids) if hf.pad_token_id is None else hf.pad_token_id)
-        # Token ids may have gaps, so the number of tokens can be less than the largest id.
-        self.vocab_size = max(len(hf), *(number + 1 for number in hf.get_vocab().values()))
+        self.vocab_size = vocabulary_size(hf)
         self._specials = [token.content for token in hf.added_tokens_decoder.values() if token.special]
         self._end_tokens: list[str] = hf.convert_ids_to_tokens(sorted(self.end_ids))
 
@@ -164,30 +131,8 @@ class ChatTokenizer:
         cls, folder: str | Path, choice: str | None = None, template_kwargs: Mapping[str, Any] | None = None
     ) -> ChatTokenizer:
         """Load from a Hugging Face folder; the other arguments are keys of `policy.tokenizer`."""
-        from transformers import AutoTokenizer
-
-        path = Path(folder)
-        if not path.is_dir():
-            raise ConfigError(
-                f"there is no tokenizer folder {str(folder)!r}; set policy.tokenizer.name to a local folder with "
-                "tokenizer.json and tokenizer_config.json, and download one from a hub first"
-            )
-        try:
-            hf = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
-        except Exception as error:  # damaged files make transformers and tokenizers raise almost any exception
-            raise ConfigError(f"transformers cannot load a tokenizer from {folder}: {error}") from error
-        template = template_text(choice)
-        end_ids: list[int] = []
-        settings = path / "generation_config.json"
-        if settings.is_file():
-            try:
-                ids = json.loads(settings.read_text(encoding="utf-8")).get("eos_token_id")
-                end_ids = [] if ids is None else [ids] if isinstance(ids, int) else list(ids)  # Llama 3 has three
-                if not all(isinstance(end_id, int) for end_id in end_ids):
-                    raise TypeError(f"eos_token_id is {ids!r}")
-            except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-                raise ConfigError(f"{settings} is damaged: {error!r}. Correct or remove it") from error
-        return cls(hf, template, end_ids, template_kwargs)
+        hf = load_tokenizer(folder)
+        return cls(hf, template_text(choice), folder_end_ids(Path(folder), hf), template_kwargs)
 
     @classmethod
     def train(cls, texts: Iterable[str], settings: TokenizerConfig) -> ChatTokenizer:
@@ -366,8 +311,11 @@ class ChatTokenizer:
         return any(not self._contains(_reasoning(message), text) for message in reasoned)
 
     def save(self, folder: Path) -> None:
-        """Write the tokenizer as a Hugging Face folder, with its own template and not the training version of it."""
-        self.hf.save_pretrained(str(folder))
+        """Write the tokenizer as a Hugging Face folder, with its own template and not the training version of it.
+
+        The folder names all end tokens, so that a tokenizer that is loaded from it has them too.
+        """
+        save_tokenizer(self.hf, sorted(self.end_ids), folder)
 
 
 def _fault(template: Any) -> str | None:

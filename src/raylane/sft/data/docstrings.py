@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from raylane.errors import DataError
-from raylane.sft.data.messages import is_held_out
 from raylane.training.storage import write_jsonl
+from raylane.training.text.messages import is_held_out
 
 # Installed with raylane and well documented. "stdlib" stands for the standard library.
 DEFAULT_PACKAGES = ("stdlib", "numpy", "torch")

@@ -19,9 +19,9 @@ import numpy as np
 from raylane.errors import ConfigError, DataError
 from raylane.sft.config.schema import DataConfig
 from raylane.sft.data.chat import ChatTokenizer, Encoded
-from raylane.sft.data.formats import FORMATS, ColumnKeys
-from raylane.sft.data.messages import Conversation, conversation_of, parse_line
 from raylane.sft.data.places import FilePlace, place_of
+from raylane.training.text.formats import FORMATS, ColumnKeys
+from raylane.training.text.messages import Conversation, conversation_of, parse_line
 
 _BRACES = re.compile(r"\{(?!\})|(?<!\{)\}")
 # Number of conversations at the start of a source whose masks are compared with the assistant's text. The check decodes

@@ -24,14 +24,15 @@ import numpy as np
 from raylane.errors import ConfigError, DataError
 from raylane.sft.config.schema import RunConfig
 from raylane.sft.data import sources
-from raylane.sft.data.chat import ChatTokenizer, template_text
+from raylane.sft.data.chat import ChatTokenizer
 from raylane.sft.data.encoding import COUNTS, RowEncoder, prompt_text, reader_of
-from raylane.sft.data.formats import FORMATS
-from raylane.sft.data.messages import is_held_out
 from raylane.sft.data.prepared import PREPARED, DataCounts, FileCounts, PreparedData, read_prepared, warnings
 from raylane.sft.data.rows import CACHE_COLUMNS
 from raylane.sft.data.sources import RowTable
 from raylane.training import storage
+from raylane.training.text.formats import FORMATS
+from raylane.training.text.messages import is_held_out
+from raylane.training.text.tokenizer import template_text
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # Part of every cache key: increase it when a change of the code makes other documents from the same input.
-FORMAT = 6
+FORMAT = 7
 ROWS_PER_PROCESS = 20_000
 """Rows from which another process is started, if `data.num_proc` leaves the number open."""
 MOST_PROCESSES = 8

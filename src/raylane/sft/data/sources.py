@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from raylane.errors import DataError
 from raylane.sft.config.schema import DataSource
-from raylane.sft.data.messages import refuse_deep, without_repeats
 from raylane.sft.data.places import FilePlace
 from raylane.training import storage
 from raylane.training.storage import Place, Url
+from raylane.training.text.messages import refuse_deep, without_repeats
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -71,6 +71,11 @@ ADAPTER_FOLDER = "adapter"
 """Folder of the LoRA adapters inside a Hugging Face folder. Beside config.json, transformers would load them twice."""
 
 _GENERATION = "generation_config.json"
+_TOKENIZER_FILES = (
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*"),
+    *("additional_chat_templates/*.jinja", "vocab*", "merges*", "*.model", "*.spm", "*.tiktoken", "*.bpe"),
+)
+"""Files of a tokenizer: another Hugging Face folder may serve as its folder, and nothing else of it is copied."""
 _BYTES_PER_FILE = 4 * 2**30
 _DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
 """Names in the header of a safetensors file: https://github.com/huggingface/safetensors#format"""
@@ -103,7 +108,6 @@ def write_beside(folder: Path, causal_lm: Any, companions: Companions) -> None:
     if hasattr(config, "auto_map"):  # names Python files of the base folder, which are neither used nor copied
         del config.auto_map
     config.dtype = companions.dtype
-    config.save_pretrained(folder)
     # Edited as JSON: transformers loads settings that contradict each other (temperature without do_sample, as in many
     # published folders), but refuses to save them after any change.
     path = None if start is None else start / _GENERATION
@@ -118,14 +122,18 @@ def write_beside(folder: Path, causal_lm: Any, companions: Companions) -> None:
     known = [] if named is None else [named] if isinstance(named, int) else list(named)
     ends = list(dict.fromkeys([*companions.end_ids, *known]))
     settings["eos_token_id"] = ends[0] if len(ends) == 1 else ends or None
+    # Other programs read config.json alone.
+    config.eos_token_id = settings["eos_token_id"]
+    config.save_pretrained(folder)
     generation = json.dumps(settings, indent=2, sort_keys=True)
     (folder / _GENERATION).write_text(generation + "\n", encoding="utf-8")
     if tokenizer_dir.is_symlink():
         raise OSError(f"{tokenizer_dir} is a symbolic link. Delete data.cache_dir and run the command again")
-    for source in tokenizer_dir.iterdir():
-        # Another Hugging Face folder may serve as the tokenizer's; its weights are not copied.
-        if source.name not in ("config.json", _GENERATION) and ".safetensors" not in source.name:
-            _copy_plain(source, folder / source.name)
+    for source in sorted({path for pattern in _TOKENIZER_FILES for path in tokenizer_dir.glob(pattern)}):
+        if source.is_symlink() or not source.is_dir():
+            target = folder / source.relative_to(tokenizer_dir)
+            target.parent.mkdir(exist_ok=True)
+            _copy_plain(source, target)
 
 
 def _copy_plain(source: Path, target: Path) -> None:

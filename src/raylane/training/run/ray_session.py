@@ -8,8 +8,9 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import ray
 
@@ -21,12 +22,17 @@ _CONNECT_TIMEOUT_S = 15.0
 
 
 @contextmanager
-def connect(cluster: ClusterConfig) -> Iterator[None]:
+def connect(cluster: ClusterConfig, more: Mapping[str, Demand] | None = None) -> Iterator[None]:
     """Provide an initialised Ray during the `with` block; a Ray that the caller has initialised is left as it is.
 
-    Raises ConfigError if nothing answers at the address, or if it is the address of a Ray client server.
+    `more` are actors beside the workers, by the key of their number. Raises ConfigError if nothing answers at the
+    address, if it is the address of a Ray client server, or if workers and these actors together need more CPUs or GPUs
+    than the cluster has.
     """
+    demands = {"cluster.num_workers": worker_demand(cluster), **(more or {})}
     if ray.is_initialized():
+        if more:  # workers alone have a placement group, whose wait ends with an error
+            _check(demands)
         yield
         return
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # without it Ray prints a warning at every start
@@ -36,8 +42,7 @@ def connect(cluster: ClusterConfig) -> Iterator[None]:
     level = logging.WARNING
     if address == "local":
         # Ray counts logical CPUs. With fewer cores than workers the run is slow, but it must not wait forever.
-        needed_cpus = cluster.num_workers * cluster.cpus_per_worker
-        cpus = max(needed_cpus, os.cpu_count() or 1)
+        cpus = max(sum(demand.actors * demand.cpus for demand in demands.values()), os.cpu_count() or 1)
         ray.init(address="local", num_cpus=cpus, include_dashboard=False, logging_level=level)
     else:
         if address.startswith("ray://"):
@@ -58,9 +63,41 @@ def connect(cluster: ClusterConfig) -> Iterator[None]:
         except (ConnectionError, ValueError) as error:  # "auto" without a cluster, a text that is no address
             raise _unreachable(address, source, error) from error
     try:
+        if more:
+            _check(demands)
         yield
     finally:
         ray.shutdown()
+
+
+class Demand(NamedTuple):
+    """Number of actors, and what each of them requests from Ray."""
+
+    actors: int
+    cpus: int
+    gpus: float
+
+
+def worker_demand(cluster: ClusterConfig) -> Demand:
+    """Return the demand of the workers of a run."""
+    return Demand(cluster.num_workers, cluster.cpus_per_worker, 1 if cluster.gpus_per_node else 0)
+
+
+def shortage(demands: Mapping[str, Demand], totals: Mapping[str, float]) -> str | None:
+    """Return what a cluster with these resources lacks to run all actors at the same time; None if nothing. Pure."""
+    for resource, field in (("CPU", "cpus"), ("GPU", "gpus")):
+        each = {key: (demand.actors, getattr(demand, field)) for key, demand in demands.items()}
+        needed, total = sum(count * share for count, share in each.values()), totals.get(resource, 0.0)
+        if needed > total:
+            parts = " and ".join(f"{key}={count} x {share:g}" for key, (count, share) in each.items() if share)
+            return f"the run needs {needed:g} {resource}s at the same time ({parts}), and the cluster has {total:g}"
+    return None
+
+
+def _check(demands: Mapping[str, Demand]) -> None:
+    # Ray would let the last actors wait for ever, and the others wait for them.
+    if (lack := shortage(demands, ray.cluster_resources())) is not None:
+        raise ConfigError(f"{lack}. Lower one of them, or start a larger cluster")
 
 
 def _unreachable(address: str, source: str, error: Exception) -> ConfigError:

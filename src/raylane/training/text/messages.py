@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from raylane.errors import DataError
-from raylane.sft.data.formats import ALPACA, COMPLETION, PAIR, TEXT, ColumnKeys, formatted
+from raylane.training.text.formats import ALPACA, COMPLETION, PAIR, TEXT, ColumnKeys, formatted
 
 # JSON can hold half of a surrogate pair (a character above U+FFFF). Half a pair is no text, and tokenizers refuse it.
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -108,8 +108,6 @@ def conversation_of(
     if row.text is not None:
         _refuse_unused(rest, [("assistant", row.text)], False, where)
         return Conversation(where, (), None, (), row.text, TEXT)
-    if record.get("functions") and not record.get("tools"):
-        raise DataError(f"{where}: 'functions' is the old form of 'tools'; write each as an entry of 'tools'")
     messages = row.messages
     if not isinstance(messages, list) or not messages:
         raise DataError(f"{where}: {keys.messages!r} must be a list of at least one message")
@@ -129,12 +127,35 @@ def conversation_of(
     # A cell that is missing is empty in CSV, and an empty answer teaches to end at once.
     if is_pair and not parsed[-1]["content"].strip() and "tool_calls" not in parsed[-1]:
         raise DataError(f"{where}: the answer is empty. Correct or remove the row, or set data.on_bad_row=skip")
+    return Conversation(where, parsed, _tools(record, where), tuple(weights), layout=row.layout)
+
+
+def prompt_of(record: Mapping[str, Any], key: str, where: str) -> Conversation:
+    """Return the prompt under `key` of a row, a text or messages, as a Conversation; DataError as `conversation_of`."""
+    prompt = record.get(key)
+    if not prompt or (isinstance(prompt, str) and not prompt.strip()):
+        raise DataError(f"{where}: no {key!r}, which must be a text or messages. Set data.prompt_key to its key")
+    record = _with_lists(record, ("tools",), where)
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if not isinstance(messages, list):
+        raise DataError(f"{where}: {key!r} is a {type(prompt).__name__}, and must be a text or a list of messages")
+    parsed = tuple(_message(message, f"{where}, message {index}") for index, message in enumerate(messages))
+    if parsed[-1]["role"] == "assistant":
+        raise DataError(
+            f"{where}: {key!r} ends with a message of the assistant, which the model would have to answer. Remove it"
+        )
+    return Conversation(where, parsed, _tools(record, where), ())
+
+
+def _tools(record: Mapping[str, Any], where: str) -> tuple[dict[str, Any], ...] | None:
+    if record.get("functions") and not record.get("tools"):
+        raise DataError(f"{where}: 'functions' is the old form of 'tools'; write each as an entry of 'tools'")
     tools = record.get("tools")
     if not (tools.strip() if isinstance(tools, str) else tools):
         tools = []
     if not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise DataError(f"{where}: 'tools' must be a list of tool descriptions (objects), got {str(tools)[:60]!r}")
-    return Conversation(where, parsed, tuple(tools) or None, tuple(weights), layout=row.layout)
+    return tuple(tools) or None
 
 
 def _with_lists(record: Mapping[str, Any], names: Iterable[str], where: str) -> dict[str, Any]:

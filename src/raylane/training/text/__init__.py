@@ -1,0 +1,1 @@
+"""Conversations as text and tokens, for all kinds of training."""
