@@ -12,7 +12,7 @@ import pytest
 
 from raylane.core.deadline import Deadline
 from raylane.errors import WeightsError, WeightsTimeoutError
-from raylane.weights.keeper import Keeper, PartKind, Turn
+from raylane.weights.keeper import Incarnation, Keeper, PartKind, Turn
 from raylane.weights.slots import OpenSlot, StaleSlot
 
 PART = PartKind("a", 2, 100_000)
@@ -28,8 +28,8 @@ def write(path: str, number: int, byte: int) -> None:
     slot.close()
 
 
-def turn(number: int, catalogue: str = "first catalogue") -> Turn:
-    return Turn(catalogue, number)
+def turn(number: int, catalogue: int = 1) -> Turn:
+    return Turn(Incarnation(catalogue, ""), number)
 
 
 async def made(keeper: Keeper, number: int = 0) -> list[str]:
@@ -44,7 +44,7 @@ def test_slots_stay_for_the_next_catalogue_and_are_counted() -> None:
         before = (await keeper.memory())["policy"]
         write(paths[1], 7, 3)
         assert (await keeper.memory())["policy"] - before == 102_400  # whole pages
-        assert await keeper.make(turn(0, "second catalogue"), "policy", PART, 2) == (paths, 7)
+        assert await keeper.make(turn(0, 2), "policy", PART, 2) == (paths, 7)
         await keeper.drop(turn(1), "policy", [PART])
         assert await made(keeper) == paths
         await keeper.drop(turn(1), "policy")
@@ -79,7 +79,7 @@ def test_new_catalogue_releases_held_slots() -> None:
         slot = OpenSlot(path, PART.ranks, private=False)
         with pytest.raises(WeightsTimeoutError, match="a reader still holds the version that this one would replace"):
             slot.begin_writing(0, Deadline(0), "rank 0 waits")
-        await keeper.make(turn(0, "second catalogue"), "policy", PART, 2)
+        await keeper.make(turn(0, 2), "policy", PART, 2)
         slot.begin_writing(0, Deadline(0), "rank 0 waits")
         with pytest.raises(StaleSlot):
             OpenSlot(path, PART.ranks, private=False).hold(7)

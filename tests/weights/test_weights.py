@@ -290,6 +290,36 @@ def test_dropped_name_can_be_published_again_at_once(cluster: None) -> None:
     publisher.close()
 
 
+def test_dropped_name_leaves_no_old_bytes(start: Start) -> None:
+    other = weights.Publisher("other", {"x": torch.zeros(1)})  # keeps the catalogue and the keeper alive
+    publisher = weights.Publisher("policy", {"a": torch.full((8,), 1.0), "b": torch.full((8,), 2.0)})
+    targets = [{"a": torch.zeros(8), "b": torch.zeros(8)} for _ in range(3)]
+    subscribers = [
+        weights.Subscriber("policy", target, apply=apply)
+        for target, apply in zip(targets, ("copy", "swap", "map"), strict=True)
+    ]
+    publisher.publish(1)
+    assert {subscriber.update().version for subscriber in subscribers} == {1}
+    publisher.publish(2)
+    assert {subscriber.prefetch() for subscriber in subscribers} == {2}
+    weights.drop("policy")
+    # Another order of the tensors: an old plan would exchange them.
+    second = weights.Publisher("policy", {"b": torch.full((8,), 12.0), "a": torch.full((8,), 11.0)})
+    assert second.publish(1) == 1
+    with pytest.raises(WeightsTimeoutError, match="of 0 readers"):  # those of the dropped name do not count
+        second.wait(1, readers=1, timeout=0.2)
+    for target, subscriber in zip(targets, subscribers, strict=True):
+        assert subscriber.update().changed
+        assert (target["a"].unique().tolist(), target["b"].unique().tolist()) == ([11], [12])
+    second.wait(1, readers=3, timeout=10)
+    with pytest.raises(WeightsError, match="its trainer was replaced by one of 1 ranks that registered later"):
+        publisher.publish(3)
+    assert not subscribers[0].update().changed
+    for each in (*subscribers, publisher, second, other):
+        each.close()
+    weights.drop("other")
+
+
 def test_another_job_reads_a_detached_name(start: Start, tmp_path: Path) -> None:
     tensors = {"w": torch.full((3,), 5.0)}
     publisher = weights.Publisher("policy", tensors, detached=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from typing import Any
 
@@ -10,10 +11,10 @@ import ray
 
 from raylane.core.deadline import Deadline
 from raylane.errors import WeightsError, WeightsLostError, WeightsTimeoutError
+from raylane.weights.answers import VersionInfo
 from raylane.weights.catalogue import (
     NAMESPACE,
     Catalogue,
-    VersionInfo,
     actor_names,
     own_error,
     start_actor,
@@ -41,6 +42,7 @@ class CatalogueClient:
             raise WeightsError("this process is not connected to Ray. Call ray.init() first")
         self._job = None if detached else job or ray.get_runtime_context().get_job_id()
         self._actor: Any = self._start()
+        self._pid = os.getpid()
 
     def _start(self) -> Any:
         # The concurrency is that of callers that wait.
@@ -73,9 +75,12 @@ class CatalogueClient:
             self._actor = self._start()
 
     def tell(self, method: str, *args: Any) -> None:
-        """Call a method without waiting for it; errors are ignored."""
+        """Call a method without waiting for it; errors are ignored. Does nothing in a forked child.
+
+        Finalizers call this, and those of objects that a child has inherited belong to its parent.
+        """
         # A call after the end of the session would start another Ray.
-        if ray.is_initialized():
+        if ray.is_initialized() and os.getpid() == self._pid:
             with contextlib.suppress(Exception):  # Ray's, of no type of its own, if the session ends now
                 getattr(self._actor, method).remote(*args)
 

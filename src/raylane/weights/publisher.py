@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
+import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -11,16 +13,20 @@ import ray
 import torch
 
 from raylane.core.deadline import Deadline
+from raylane.core.place import here
 from raylane.errors import WeightsLostError, WeightsTimeoutError
 from raylane.transport.link.endpoint import endpoint
-from raylane.weights.catalogue import GenerationKey
+from raylane.weights.answers import GenerationKey, WriteOrder
 from raylane.weights.client import CatalogueClient
 from raylane.weights.delta import DeltaOptions
 from raylane.weights.devices import Moment, PreparedCopy, lock_pages
 from raylane.weights.layout import StoredLayout
-from raylane.weights.ledger import RankRegistration
 from raylane.weights.slots import OpenSlot, SlotPlace
+from raylane.weights.starts import PublisherKey, RankKey, RankRegistration, StartKey
 from raylane.weights.tensors import NamedTensors, Places, boxes_to_write, layout_of, written_regions
+
+
+def _do_nothing() -> None: ...
 
 
 class _WriteSlot(NamedTuple):
@@ -52,9 +58,14 @@ class Publisher:
         places: Places = None,
         detached: bool = False,
         max_lag: int | None = None,
+        trainer: str | None = None,
         timeout: float | None = None,
     ) -> None:
         """Register this rank. Does not wait for the other ranks.
+
+        A rank whose process has ended, or whose publisher was closed, may be started again alone. If the publisher of
+        the same rank still lives, this one belongs to another trainer, which replaces that one with all its ranks: they
+        get WeightsError at their next `publish`.
 
         Args:
             name: Name under which readers find the weights.
@@ -72,6 +83,8 @@ class Publisher:
             detached: Keep the versions when this Ray job ends, until `drop`.
             max_lag: Readers that are more versions behind than this are named in metrics, and marked by `readers` and
                 `raylane weights`; None: none are. The same for all ranks.
+            trainer: Text that is the same for all ranks of one start of the trainer, and never used again. It tells two
+                trainers apart that register under one name at the same moment.
             timeout: Seconds; None means RAYLANE_TIMEOUT_S (60 s).
 
         Raises:
@@ -94,7 +107,16 @@ class Publisher:
         self._layout = layout_of(self._tensors.distinct(), places, dtype)
         self._catalogue = CatalogueClient(detached=detached)
         self._stored: StoredLayout | None = None
-        self._generation: GenerationKey = "", -1
+        self._generation: GenerationKey | None = None
+        """Generation of `_stored`."""
+        self._life: str | None = None
+        """Life of the name in which this rank published last."""
+        place = here()
+        node = ray.get_runtime_context().get_node_id()
+        self._key = PublisherKey(secrets.token_hex(8), node, place.pid, place.start_ticks)
+        self._trainer = trainer
+        self._start: StartKey | None = None
+        """Start of the trainer to which this rank belongs; it stays when the name is dropped."""
         self._slots: dict[str, _WriteSlot] = {}
         """Slots of the current generation by path."""
         self._memory: tuple[list[Any], ...] = ()
@@ -102,6 +124,8 @@ class Publisher:
         self._lock = threading.RLock()  # held during a publication
         self._executor: ThreadPoolExecutor | None = None
         """Thread of `publish_async`, which the first call starts."""
+        self._leave: Any = weakref.finalize(self, _do_nothing)
+        """Tells the catalogue that this rank publishes no more."""
         self._register(Deadline.of_call(timeout))
 
     def publish(self, step: int, *, timeout: float | None = None) -> int:
@@ -122,27 +146,30 @@ class Publisher:
         began_ns = time.perf_counter_ns()
         with self._lock:
             try:
-                number, place = self._begin(step, deadline)
-            except WeightsLostError:  # a new catalogue, which knows no names
+                order = self._begin(step, deadline)
+            except WeightsLostError:  # the name was dropped, or a new catalogue does not know it
                 self._register(deadline)
-                number, place = self._begin(step, deadline)
+                order = self._begin(step, deadline)
+            number, place = order.version.number, order.place
             slot, copy, nbytes = self._slot(place)
-            self._begin_writing(slot, place, step, deadline)
+            self._begin_writing(slot, place, step, number, deadline)
             written = 0
             try:
                 copy.run(self._tensors.distinct, moment)
                 written = number
             finally:
                 slot.end_writing(place.number, written)
-            self._catalogue.call("done", self.name, number, self.rank, deadline=deadline)
+            self._catalogue.call("done", self.name, order.version, self.rank, deadline=deadline)
+            self._life = order.version.life
             endpoint().recorder.moved_weights("publish weights", self.name, number, began_ns, nbytes)
-            return int(number)
+            return number
 
-    def _begin_writing(self, slot: OpenSlot, place: SlotPlace, step: int, deadline: Deadline) -> None:
+    def _begin_writing(self, slot: OpenSlot, place: SlotPlace, step: int, number: int, deadline: Deadline) -> None:
         """Lock the slot for this rank; WeightsTimeoutError names the readers that use what is in it."""
         before = slot.numbers()[place.number]
         try:
-            slot.begin_writing(place.number, deadline, f"rank {self.rank} cannot publish step {step} of {self.name!r}")
+            waiting = f"rank {self.rank} cannot publish step {step} of {self.name!r}"
+            slot.begin_writing(place.number, deadline, waiting, number)
         except WeightsTimeoutError as error:
             users = self._catalogue.call("users", self.name, before, deadline=Deadline.of_call(None))
             raise WeightsTimeoutError(f"{error}. Readers that use version {before}: {users}") from error
@@ -171,7 +198,8 @@ class Publisher:
             raise ValueError(f'readers must be "all" or a number, got {readers!r}')
         deadline = Deadline.of_call(timeout)
         count = None if isinstance(readers, str) else readers
-        self._catalogue.call("wait_for_readers", self.name, version, count, deadline.left_s(), deadline=deadline)
+        arguments = self.name, version, self._life, count, deadline.left_s()
+        self._catalogue.call("wait_for_readers", *arguments, deadline=deadline)
 
     def close(self) -> None:
         """Close this rank's end, after publications under way. Its versions stay."""
@@ -179,29 +207,41 @@ class Publisher:
             self._executor.shutdown()
         with self._lock:
             self._forget_slots()
+            self._leave()
 
     def _forget_slots(self) -> None:
         for slot, *_ in self._slots.values():
             slot.close()
         self._slots.clear()
 
-    def _begin(self, step: int, deadline: Deadline) -> tuple[int, SlotPlace]:
-        """Return the number of the version for a step, and where this rank writes it."""
-        call = self._catalogue.call
-        if self._stored is None:
-            self._stored = call("ready", self.name, self._generation, deadline.left_s(), deadline=deadline)
-        arguments = self.name, self._generation, self.rank, step, deadline.left_s()
-        number, place = call("begin", *arguments, deadline=deadline)
-        return number, place
+    def _begin(self, step: int, deadline: Deadline) -> WriteOrder:
+        """Return the version for a step, and where this rank writes it."""
+        assert self._start is not None
+        key = RankKey(self._start, self.rank, self._key.token)
+        arguments = self.name, key, self._generation, step, deadline.left_s()
+        order: WriteOrder = self._catalogue.call("begin", *arguments, deadline=deadline)
+        if order.stored is not None:
+            self._forget_slots()
+            self._generation, self._stored = order.generation, order.stored
+        return order
 
     def _register(self, deadline: Deadline) -> None:
-        self._stored = None
-        host = ray.get_runtime_context().get_node_id()
         registration = RankRegistration(
-            self.rank, self.world, self._layout, self._tensors.same, host, self._keep, self._delta
+            self.rank,
+            self.world,
+            self._layout,
+            self._tensors.same,
+            self._key,
+            self._keep,
+            self._delta,
+            self._trainer,
+            self._start,
         )
         arguments = self.name, registration, self._max_lag
-        self._generation = self._catalogue.call("register", *arguments, deadline=deadline)
+        self._start = self._catalogue.call("register", *arguments, deadline=deadline)
+        self._leave.detach()
+        key = RankKey(self._start, self.rank, self._key.token)
+        self._leave = weakref.finalize(self, self._catalogue.tell, "close_publisher", self.name, key)
 
     def _slot(self, place: SlotPlace) -> _WriteSlot:
         """Return a slot; mapped once, so that its pages stay warm."""

@@ -7,6 +7,7 @@ import enum
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,12 +18,12 @@ from torch.nn import Module
 from raylane.core.deadline import Deadline
 from raylane.errors import WeightsError, WeightsInvalidError, WeightsLostError, WeightsTimeoutError
 from raylane.transport.link.endpoint import endpoint
-from raylane.weights.catalogue import GenerationKey, VersionOffer
+from raylane.weights.answers import GenerationKey, VersionOffer
 from raylane.weights.client import CatalogueClient
 from raylane.weights.devices import PreparedCopy
 from raylane.weights.mapping import Mapping, layout_of_record
 from raylane.weights.plan import Plan, make_plans
-from raylane.weights.readers import key_of_reader
+from raylane.weights.readers import NO_VERSION, key_of_reader
 from raylane.weights.recording import Record
 from raylane.weights.slots import POLL_S, OpenSlot, StaleSlot
 from raylane.weights.sources import Sources
@@ -75,6 +76,9 @@ class _HeldVersion(NamedTuple):
     paths: dict[str, str]
     """Slot of each part."""
     slots: list[OpenSlot]
+    """Slots that this reader holds."""
+    read: Sequence[OpenSlot] = ()
+    """Slots that have the version."""
     prepared: Any = None
     """New memory for which the tensors are exchanged, where the version has been copied already."""
 
@@ -88,7 +92,6 @@ class Subscriber:
     """Reader of the weights of a name. Its calls exclude each other; update between two calls of the model.
 
     Attributes:
-        version: Number of the version in the reader's tensors; 0 before the first update.
         state: `ReaderState` of the tensors.
     """
 
@@ -126,7 +129,7 @@ class Subscriber:
         if apply not in APPLY:
             raise ValueError(f"apply must be one of {', '.join(APPLY)}, got {apply!r}")
         self.name, self.apply, self._subset = name, apply, subset
-        self.version = 0
+        self._version = NO_VERSION
         self.state = ReaderState.INITIAL
         self._tensors = model if isinstance(model, NamedTensors) else NamedTensors(model)
         if mapping is not None and places is not None:
@@ -161,6 +164,11 @@ class Subscriber:
             refuse_training(model)
 
     @property
+    def version(self) -> int:
+        """Number of the version in the reader's tensors; 0 before the first update."""
+        return self._version.number
+
+    @property
     def plan(self) -> Plan:
         """Plan of this reader: what it reads from whom. Known when all ranks of a trainer have registered."""
         with self._lock:
@@ -189,17 +197,17 @@ class Subscriber:
         deadline, began_ns = Deadline.of_call(timeout), time.perf_counter_ns()
         with self._lock:
             held = self._prefetched
-            if held is None or held.offer.number < version:
+            if held is None or held.offer.number < version or any(slot.is_dropped() for slot in held.read):
                 held = self._hold(version, deadline)
                 self._let_go(held)
             self._prefetched, nbytes = None, 0
             number, step = held.offer.number, held.offer.step
-            changed = number != self.version or self.state is not ReaderState.VALID
+            changed = not self._has(held.offer)
             if changed:
                 nbytes = self._apply(held)
-                self.version, self.state = number, ReaderState.VALID
+                self._version, self.state = held.offer.key, ReaderState.VALID
                 self._turn += 1
-                self._catalogue.tell("applied", self._key, number, self._turn)
+                self._catalogue.tell("applied", self._key, self._version, self._turn)
                 endpoint().recorder.moved_weights("take weights", self.name, number, began_ns, nbytes)
         return Update(number, step, changed, nbytes, (time.perf_counter_ns() - began_ns) / 1e9)
 
@@ -217,7 +225,7 @@ class Subscriber:
             self._prefetched = held if held.slots else None
             if held.slots and self.apply == "swap":
                 try:
-                    self._prefetched = _HeldVersion(held.offer, held.paths, [], self._new_memory(held.paths))
+                    self._prefetched = held._replace(slots=[], prepared=self._new_memory(held.paths))
                 finally:
                     _release(held.slots)
             return held.offer.number
@@ -252,13 +260,13 @@ class Subscriber:
 
     def _offer(self, at_least: int, deadline: Deadline) -> VersionOffer:
         def ask() -> VersionOffer:
-            arguments = self._key, self.version, at_least, self._generation, deadline.left_s()
+            arguments = self._key, self._version, at_least, self._generation, deadline.left_s()
             offer: VersionOffer = self._catalogue.call("offer", *arguments, deadline=deadline)
             return offer
 
         try:
             return ask()
-        except WeightsLostError:  # a new catalogue: the name comes back with its publishers
+        except WeightsLostError:  # dropped, or a new catalogue: the name comes back with its publishers
             self._join(deadline)
             self._generation = None
             return ask()
@@ -280,12 +288,16 @@ class Subscriber:
         self._copies.clear()
         self._generation = offer.generation
 
+    def _has(self, offer: VersionOffer) -> bool:
+        """Return True if the tensors hold the version of an offer."""
+        return offer.key == self._version and self.state is ReaderState.VALID
+
     def _hold(self, version: int, deadline: Deadline) -> _HeldVersion:
         """Wait for a version from this number on; hold the newest in slots of this host (none if it is in use)."""
         while True:
             offer = self._offer(version, deadline)
             self._learn(offer)
-            if offer.number == self.version and self.state is ReaderState.VALID:
+            if self._has(offer):
                 return _HeldVersion(offer, {}, [])
             slots: list[OpenSlot] = []
             try:
@@ -294,7 +306,7 @@ class Subscriber:
                     slot = self._sources.slot(part, path, offer.ranks[part])
                     slot.hold(offer.number)
                     slots.append(slot)
-                return _HeldVersion(offer, paths, slots)
+                return _HeldVersion(offer, paths, slots, tuple(slots))
             except (StaleSlot, FileNotFoundError):
                 # The version was replaced, or its keeper has died, since the offer was made.
                 _release(slots)
