@@ -24,6 +24,9 @@ from raylane.weights.spread import chunk_bytes
 FLOATS = ("float", "bfloat")
 """Beginnings of the names of dtypes that are converted to each other."""
 
+WRAPPER_PARTS = ("_orig_mod", "module", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+"""Parts of names that torch's wrappers of modules add."""
+
 
 class BoxPiece(NamedTuple):
     """A region that one stored box and one tensor of the reader have in common."""
@@ -151,6 +154,10 @@ def _bounds(boxes: Sequence[Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any,
     return starts, np.array([box.size for box in boxes], dtype=np.int64)
 
 
+def _unwrapped(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in WRAPPER_PARTS)
+
+
 def _check(stored: StoredLayout, layout: Layout, *, subset: bool) -> None:
     """Raise WeightsLayoutError if a reader cannot take these tensors, before anything is read."""
     missing = [name for name in layout if stored.name_of(name) not in stored.tensors]
@@ -162,9 +169,14 @@ def _check(stored: StoredLayout, layout: Layout, *, subset: bool) -> None:
             problems.append(f"{len(missing)} tensors of the reader are not published: {listed(missing)}")
         if surplus:
             problems.append(f"{len(surplus)} published tensors are not in the reader: {listed(surplus)}")
+        remedy = "Use the same names at both ends; a reader that needs only some of the tensors passes subset=True"
+        if {_unwrapped(name) for name in missing} & {_unwrapped(name) for name in stored.tensors}:
+            remedy = (
+                f"The names differ by the part of a wrapper ({', '.join(WRAPPER_PARTS)}). Pass the module itself at "
+                "both ends, or rename the entries of the dict"
+            )
         raise WeightsLayoutError(
-            f"the reader's tensors are not those of the publisher: {'; '.join(problems)}. Use the same names at both "
-            "ends; a reader that needs only some of the tensors passes subset=True"
+            f"the reader's tensors are not those of the publisher: {'; '.join(problems)}. {remedy}"
         )
     for name, tensor in layout.items():
         published = stored.tensor(name)

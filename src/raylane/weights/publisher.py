@@ -105,6 +105,8 @@ class Publisher:
         self.rank, self.world, self._keep, self._max_lag = rank, world, keep, max_lag
         self._tensors = NamedTensors(model)
         self._layout = layout_of(self._tensors.distinct(), places, dtype)
+        if not self._layout:
+            raise ValueError(f"the model published as {name!r} has no tensors. Pass a module or a dict that has some")
         self._catalogue = CatalogueClient(detached=detached)
         self._stored: StoredLayout | None = None
         self._generation: GenerationKey | None = None
@@ -145,6 +147,7 @@ class Publisher:
     def _publish(self, step: int, deadline: Deadline, moment: Moment) -> int:
         began_ns = time.perf_counter_ns()
         with self._lock:
+            self._look_at_tensors()
             try:
                 order = self._begin(step, deadline)
             except WeightsLostError:  # the name was dropped, or a new catalogue does not know it
@@ -243,14 +246,20 @@ class Publisher:
         key = RankKey(self._start, self.rank, self._key.token)
         self._leave = weakref.finalize(self, self._catalogue.tell, "close_publisher", self.name, key)
 
+    def _look_at_tensors(self) -> None:
+        """Find the tensors anew, before a version is begun. WeightsLayoutError if they are others."""
+        self._tensors.refresh()
+        memory = self._tensors.memory()
+        if memory != self._memory:  # the copies have the addresses
+            self._tensors.check(meta=False)
+            self._forget_slots()
+            self._memory = memory
+
     def _slot(self, place: SlotPlace) -> _WriteSlot:
         """Return a slot; mapped once, so that its pages stay warm."""
         assert self._stored is not None
-        memory = self._tensors.memory()
-        if memory != self._memory or (len(self._slots) == self._keep and place.path not in self._slots):
-            self._forget_slots()  # the tensors were replaced, or a keeper has died
-            self._tensors.check()
-            self._memory = memory
+        if len(self._slots) == self._keep and place.path not in self._slots:
+            self._forget_slots()  # a keeper has died
         if place.path not in self._slots:
             slot = OpenSlot(place.path, place.ranks, private=False)
             tensors = self._tensors.distinct()

@@ -196,6 +196,7 @@ class Subscriber:
         """Wait until a version from this number on is there, and take the newest. Errors as those of `update`."""
         deadline, began_ns = Deadline.of_call(timeout), time.perf_counter_ns()
         with self._lock:
+            self._look_at_tensors()
             held = self._prefetched
             if held is None or held.offer.number < version or any(slot.is_dropped() for slot in held.read):
                 held = self._hold(version, deadline)
@@ -220,6 +221,7 @@ class Subscriber:
         """
         deadline = Deadline.of_call(timeout)
         with self._lock:
+            self._look_at_tensors()
             held = self._hold(version, deadline)
             self._let_go(held)
             self._prefetched = held if held.slots else None
@@ -254,6 +256,12 @@ class Subscriber:
         self._mapped.clear()
 
     # Parts of the above
+
+    def _look_at_tensors(self) -> None:
+        """Find the tensors anew. WeightsLayoutError if they are not those of this reader any more."""
+        self._tensors.refresh()
+        if self._version == NO_VERSION and self.apply != "copy":  # later they lie in memory of this reader
+            self._tensors.check_exchangeable()
 
     def _join(self, deadline: Deadline) -> None:
         self._catalogue.call("join", self._key, deadline=deadline)
@@ -369,7 +377,7 @@ class Subscriber:
         memory, key = self._tensors.memory(), tuple(paths.values())
         if memory != self._memory or len(self._copies) > MOST_COPIES:
             self._copies.clear()
-            self._tensors.check()
+            self._tensors.check(meta=True)
             self._memory = memory
         if key not in self._copies:
             tensors = self._tensors.distinct()
