@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -19,7 +20,13 @@ from torch.nn import Linear, Sequential
 
 from raylane import weights
 from raylane.cli.weights import render
-from raylane.errors import WeightsError, WeightsLayoutError, WeightsLostError, WeightsTimeoutError
+from raylane.errors import (
+    WeightsError,
+    WeightsInvalidError,
+    WeightsLayoutError,
+    WeightsLostError,
+    WeightsTimeoutError,
+)
 from raylane.weights.client import all_memory, all_versions
 
 pytestmark = pytest.mark.ray
@@ -401,6 +408,12 @@ def test_options_and_layouts_that_do_not_fit_are_refused(start: Start) -> None:
         ({"rank": 2, "world": 2}, "rank must be from 0 to world - 1"),
         ({"keep": 1}, "keep must be at least 2"),
         ({"dtype": torch.int8}, "dtype must be a floating-point dtype"),
+        ({"dtype": "bf16"}, "dtype must be a floating-point dtype such as torch.bfloat16, got 'bf16'"),
+        ({"keep": 2.5}, "keep must be a whole number, got 2.5"),
+        ({"keep": 10**9}, "keep must be at most 64, got 1000000000"),
+        ({"anchor_every": "5"}, "anchor_every must be a whole number, got '5'"),
+        ({"places": {"z": weights.Part((2, 2), (0, 0))}}, "places has no tensors of the names 'z'; there are 'w'"),
+        ({"timeout": "5"}, "timeout must be a number of seconds >= 0, or None for no limit, got '5'"),
     ):
         with pytest.raises(ValueError, match=text):
             weights.Publisher("policy", tensors, **options)
@@ -410,8 +423,15 @@ def test_options_and_layouts_that_do_not_fit_are_refused(start: Start) -> None:
         weights.Subscriber("policy", tensors, apply="move")
     with pytest.raises(WeightsLostError, match="no weights of the name 'policy'; there are: none"):
         weights.versions("policy")
+    with pytest.raises(ValueError, match="has no tensors"):
+        weights.Publisher("policy", {})
     publisher = weights.Publisher("policy", tensors)
     publisher.publish(1)
+    with pytest.raises(ValueError, match=r"step must be a whole number, got 1\.5"):
+        publisher.publish(1.5)  # type: ignore[arg-type]
+    quantised = weights.Subscriber("policy", {"w": torch.zeros(2, 2, dtype=torch.float8_e4m3fn)})
+    with pytest.raises(WeightsLayoutError, match="float8_e4m3fn, which needs a scale"):
+        quantised.update()
     target = {"w": torch.ones(2, 2), "v": torch.ones(2)}
     subscriber = weights.Subscriber("policy", target)
     with pytest.raises(WeightsLayoutError, match="1 tensors of the reader are not published: 'v'"):
@@ -451,3 +471,73 @@ def test_delta_options_are_checked() -> None:
         weights.Publisher("policy", tensors, delta="often")
     with pytest.raises(ValueError, match="anchor_every must be at least 1"):
         weights.Publisher("policy", tensors, anchor_every=0)
+
+
+@pytest.mark.parametrize("apply", ["copy", "swap", "map"])
+def test_tensors_that_lost_a_version_take_it_again(start: Start, apply: str) -> None:
+    publisher, target = weights.Publisher("policy", {"w": torch.ones(3)}), {"w": torch.zeros(3)}
+    subscriber = weights.Subscriber("policy", target, apply=apply)
+    with pytest.raises(WeightsInvalidError, match=r"no version of 'policy' yet. .* check\(initial='allow'\)"):
+        subscriber.check()
+    subscriber.check(initial="allow")
+    publisher.publish(1)
+    assert subscriber.update().changed
+    subscriber.check()
+    assert not subscriber.update().changed
+    target["w"] = torch.zeros(3)  # replaced
+    assert subscriber.update().changed
+    assert target["w"].eq(1).all()
+    target["w"].detach().zero_()  # as memory that was dropped and mapped again
+    subscriber.invalidate()
+    with pytest.raises(WeightsInvalidError, match="no whole version"):
+        subscriber.check(initial="allow")
+    assert subscriber.prefetch() == 1
+    assert subscriber.update().changed
+    assert target["w"].eq(1).all()
+    subscriber.close()
+    subscriber.close()
+    publisher.close()
+    with pytest.raises(WeightsError, match=r"reader of .policy. was closed\. Make a new Subscriber"):
+        subscriber.update()
+    with pytest.raises(WeightsError, match=r"publisher of .policy. was closed\. Make a new one"):
+        publisher.publish(2)
+
+
+def test_calls_wait_for_each_other_within_their_deadline(start: Start) -> None:
+    publisher, target = weights.Publisher("policy", {"w": torch.ones(3)}), {"w": torch.zeros(3)}
+    subscriber = weights.Subscriber("policy", target)
+    begun = threading.Event()
+
+    def wait(lock: Any, ended: threading.Event) -> None:
+        with lock:
+            begun.set()
+            ended.wait(60)
+
+    for owner, call in (
+        (publisher, lambda: publisher.publish(1, timeout=0.1)),
+        (subscriber, lambda: subscriber.update(timeout=0.1)),
+    ):
+        ended = threading.Event()
+        begun.clear()
+        other = threading.Thread(target=wait, args=(owner._lock, ended))
+        other.start()
+        assert begun.wait(60)
+        with pytest.raises(WeightsTimeoutError, match=r"another call of the same object did not end within 0\.1 s"):
+            call()
+        ended.set()
+        other.join(60)
+    publisher.publish(1)
+
+    async def cancel() -> None:
+        with subscriber._lock:  # this update waits until it was cancelled
+            update = asyncio.ensure_future(subscriber.update_async(timeout=60))
+            await asyncio.sleep(0)
+            update.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await update
+
+    asyncio.run(cancel())  # ends when the thread has ended
+    assert (subscriber.version, target["w"].tolist()) == (0, [0, 0, 0])
+    assert subscriber.update().version == 1
+    publisher.close()
+    subscriber.close()

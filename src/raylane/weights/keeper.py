@@ -170,7 +170,13 @@ class Keeper:
         slots = self._slots.setdefault((name, kind), [])
         while len(slots) < count:
             self._check_budget(name, kind)
-            slots.append(make_slot(kind.ranks, kind.nbytes))
+            try:
+                slots.append(make_slot(kind.ranks, kind.nbytes))
+            except OSError as error:
+                raise WeightsError(
+                    f"a slot of {kind.nbytes:,} bytes for {name!r} cannot be made on this node: {error}. Publish with "
+                    "a smaller keep, drop names, or raise the limits of memory and descriptors (ulimit -n)"
+                ) from error
         numbers = [number for slot in slots for number in words_of(slot, kind.ranks)]
         return [slot.path for slot in slots[:count]], max(numbers)
 

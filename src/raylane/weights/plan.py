@@ -23,6 +23,8 @@ from raylane.weights.spread import chunk_bytes
 
 FLOATS = ("float", "bfloat")
 """Beginnings of the names of dtypes that are converted to each other."""
+SCALED = ("float8", "float4")
+"""Beginnings of the names of dtypes to which nothing is converted: their values are meant to be scaled."""
 
 WRAPPER_PARTS = ("_orig_mod", "module", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 """Parts of names that torch's wrappers of modules add."""
@@ -186,6 +188,11 @@ def _check(stored: StoredLayout, layout: Layout, *, subset: bool) -> None:
                 "reader holds a part of it, say which with `places`"
             )
         converted = published.dtype.startswith(FLOATS) and tensor.dtype.startswith(FLOATS)
+        if published.dtype != tensor.dtype and tensor.dtype.startswith(SCALED):
+            raise WeightsLayoutError(
+                f"{name!r} is published as {published.dtype}, and the reader has {tensor.dtype}, which needs a scale. "
+                "Publish the quantised tensors and their scales, or read in bfloat16"
+            )
         if published.dtype != tensor.dtype and not converted:
             raise WeightsLayoutError(
                 f"{name!r} is published as {published.dtype}, and the reader has {tensor.dtype}. Only floating-point "

@@ -14,10 +14,11 @@ import torch
 
 from raylane.core.deadline import Deadline
 from raylane.core.place import here
-from raylane.errors import WeightsLostError, WeightsTimeoutError
+from raylane.errors import WeightsError, WeightsLostError, WeightsTimeoutError
 from raylane.transport.link.endpoint import endpoint
 from raylane.weights.answers import GenerationKey, WriteOrder
-from raylane.weights.client import CatalogueClient
+from raylane.weights.arguments import MOST_KEEP, check_name, whole_number
+from raylane.weights.client import CatalogueClient, locked
 from raylane.weights.delta import DeltaOptions
 from raylane.weights.devices import Moment, PreparedCopy, lock_pages
 from raylane.weights.layout import StoredLayout
@@ -91,14 +92,16 @@ class Publisher:
             ValueError: An option has a value that is not accepted.
             WeightsLayoutError: The ranks do not agree; the last rank to register gets this error.
         """
-        if not 0 <= rank < world:
+        check_name(name)
+        world = whole_number("world", world, 1)
+        if not 0 <= whole_number("rank", rank, 0) < world:
             raise ValueError(f"rank must be from 0 to world - 1 ({world - 1}), got {rank}")
-        if keep < 2:
-            raise ValueError(f"keep must be at least 2 (one version to read, one to write), got {keep}")
-        if max_lag is not None and max_lag < 0:
-            raise ValueError(f"max_lag must be at least 0 versions, or None, got {max_lag}")
-        if dtype is not None and not dtype.is_floating_point:
-            raise ValueError(f"dtype must be a floating-point dtype such as torch.bfloat16, got {dtype}")
+        whole_number("keep", keep, 2, MOST_KEEP, " (one version to read, one to write)")
+        whole_number("anchor_every", anchor_every, 1)
+        if max_lag is not None:
+            whole_number("max_lag", max_lag, 0)
+        if dtype is not None and not getattr(dtype, "is_floating_point", False):
+            raise ValueError(f"dtype must be a floating-point dtype such as torch.bfloat16, got {dtype!r}")
         self._delta = DeltaOptions(delta, anchor_every)
         self._delta.check()
         self.name = name
@@ -124,6 +127,8 @@ class Publisher:
         self._memory: tuple[list[Any], ...] = ()
         """Memory of the tensors from which the slots are written."""
         self._lock = threading.RLock()  # held during a publication
+        self._closed = False
+        self._starting = threading.Lock()  # guards the next one
         self._executor: ThreadPoolExecutor | None = None
         """Thread of `publish_async`, which the first call starts."""
         self._leave: Any = weakref.finalize(self, _do_nothing)
@@ -142,11 +147,14 @@ class Publisher:
             WeightsLostError: Another rank has given this version up, or the keeper of this host died. Publish again.
             WeightsError: The ranks publish different steps, or this trainer was replaced by another one.
         """
+        whole_number("step", step, None)
         return self._publish(step, Deadline.of_call(timeout), Moment(self._tensors.values))
 
     def _publish(self, step: int, deadline: Deadline, moment: Moment) -> int:
         began_ns = time.perf_counter_ns()
-        with self._lock:
+        with locked(self._lock, deadline, f"rank {self.rank} cannot publish step {step} of {self.name!r}"):
+            if self._closed:
+                raise WeightsError(f"the publisher of {self.name!r} was closed. Make a new one")
             self._look_at_tensors()
             try:
                 order = self._begin(step, deadline)
@@ -183,8 +191,11 @@ class Publisher:
         The tensors are read meanwhile: wait for the future before the optimizer writes to them. CUDA tensors are read
         as they are when the work is done that this thread has queued so far.
         """
+        whole_number("step", step, None)
         deadline, moment = Deadline.of_call(timeout), Moment(self._tensors.values)
-        with self._lock:
+        with self._starting:
+            if self._closed:
+                raise WeightsError(f"the publisher of {self.name!r} was closed. Make a new one")
             if self._executor is None:
                 self._executor = ThreadPoolExecutor(1, "raylane-publish")
             return self._executor.submit(self._publish, step, deadline, moment)
@@ -197,8 +208,9 @@ class Publisher:
 
         WeightsTimeoutError names the readers that do not use the version.
         """
-        if readers != "all" and not isinstance(readers, int):
-            raise ValueError(f'readers must be "all" or a number, got {readers!r}')
+        if readers != "all":
+            whole_number('readers (or "all")', readers, 0)
+        whole_number("version", version, 1)
         deadline = Deadline.of_call(timeout)
         count = None if isinstance(readers, str) else readers
         arguments = self.name, version, self._life, count, deadline.left_s()
@@ -206,9 +218,11 @@ class Publisher:
 
     def close(self) -> None:
         """Close this rank's end, after publications under way. Its versions stay."""
+        with self._starting:
+            self._closed = True
         if self._executor is not None:
-            self._executor.shutdown()
-        with self._lock:
+            self._executor.shutdown()  # its publications have deadlines of their own
+        with locked(self._lock, Deadline.of_call(None), f"the publisher of {self.name!r} cannot be closed"):
             self._forget_slots()
             self._leave()
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import enum
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,15 +15,16 @@ import ray
 import torch
 from torch.nn import Module
 
-from raylane.core.deadline import Deadline
+from raylane.core.deadline import Cancelled, Deadline
 from raylane.errors import WeightsError, WeightsInvalidError, WeightsLostError, WeightsTimeoutError
 from raylane.transport.link.endpoint import endpoint
 from raylane.weights.answers import GenerationKey, VersionOffer
-from raylane.weights.client import CatalogueClient
+from raylane.weights.arguments import check_name, whole_number
+from raylane.weights.client import CatalogueClient, cancellable, locked
 from raylane.weights.devices import PreparedCopy
 from raylane.weights.mapping import Mapping, layout_of_record
 from raylane.weights.plan import Plan, make_plans
-from raylane.weights.readers import NO_VERSION, key_of_reader
+from raylane.weights.readers import NO_VERSION, VersionKey, key_of_reader
 from raylane.weights.recording import Record
 from raylane.weights.slots import POLL_S, OpenSlot, StaleSlot
 from raylane.weights.sources import Sources
@@ -53,7 +54,7 @@ class ReaderState(enum.Enum):
     VALID = "valid"
     """One whole version."""
     INVALID = "invalid"
-    """Parts of two versions: an update broke off while it wrote."""
+    """Parts of two versions, because an update broke off while it wrote; or what `invalidate` was called for."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,7 @@ class Subscriber:
             job: Ray job (hexadecimal id) that the weights belong to; None: that of this process.
             timeout: Seconds; None means RAYLANE_TIMEOUT_S (60 s).
         """
+        check_name(name)
         if apply not in APPLY:
             raise ValueError(f"apply must be one of {', '.join(APPLY)}, got {apply!r}")
         self.name, self.apply, self._subset = name, apply, subset
@@ -152,7 +154,10 @@ class Subscriber:
         self._copies: dict[tuple[str, ...], PreparedCopy] = {}
         """Copies from the slots of these paths into the tensors, as long as these lie in `_memory`."""
         self._memory: tuple[list[Any], ...] = ()
+        self._taken_memory: tuple[list[Any], ...] = ()
+        """Memory in which the tensors lay after the last update."""
         self._lock = threading.RLock()  # held during an update
+        self._closed = False
         self._prefetched: _HeldVersion | None = None
         self._mapped: list[OpenSlot] = []
         """Slots in which the tensors lie; this reader holds them."""
@@ -171,9 +176,10 @@ class Subscriber:
     @property
     def plan(self) -> Plan:
         """Plan of this reader: what it reads from whom. Known when all ranks of a trainer have registered."""
-        with self._lock:
+        deadline = Deadline.of_call(None)
+        with self._calling(deadline, "planned"):
             if self._plan is None:
-                self._learn(self._offer(1, Deadline.of_call(None)))
+                self._learn(self._offer(1, deadline))
             assert self._plan is not None
             return self._plan
 
@@ -193,9 +199,17 @@ class Subscriber:
         return self.wait_for(1, timeout=timeout)
 
     def wait_for(self, version: int, *, timeout: float | None = None) -> Update:
-        """Wait until a version from this number on is there, and take the newest. Errors as those of `update`."""
-        deadline, began_ns = Deadline.of_call(timeout), time.perf_counter_ns()
-        with self._lock:
+        """Wait until a version from this number on is there, and take the newest, which may be a later one.
+
+        Errors as those of `update`.
+        """
+        return self.take(version, Deadline.of_call(timeout))
+
+    def take(self, version: int, deadline: Deadline) -> Update:
+        """Do the same as `wait_for` within a deadline. Nothing is written after its cancellation."""
+        whole_number("version", version, 0)
+        began_ns = time.perf_counter_ns()
+        with self._calling(deadline, "updated"):
             self._look_at_tensors()
             held = self._prefetched
             if held is None or held.offer.number < version or any(slot.is_dropped() for slot in held.read):
@@ -205,8 +219,14 @@ class Subscriber:
             number, step = held.offer.number, held.offer.step
             changed = not self._has(held.offer)
             if changed:
-                nbytes = self._apply(held)
-                self._version, self.state = held.offer.key, ReaderState.VALID
+                try:
+                    with deadline.writing():
+                        nbytes = self._apply(held)
+                        self._version, self.state = held.offer.key, ReaderState.VALID
+                        self._taken_memory = self._tensors.memory()
+                except Cancelled:
+                    _release(held.slots)
+                    raise
                 self._turn += 1
                 self._catalogue.tell("applied", self._key, self._version, self._turn)
                 endpoint().recorder.moved_weights("take weights", self.name, number, began_ns, nbytes)
@@ -219,10 +239,17 @@ class Subscriber:
         Until then it cannot be overwritten, which may make the trainer wait; with `swap` it is copied into new memory
         here already, and `update` only exchanges the memory. Errors as those of `update`.
         """
-        deadline = Deadline.of_call(timeout)
-        with self._lock:
+        return self.fetch(version, Deadline.of_call(timeout))
+
+    def fetch(self, version: int, deadline: Deadline) -> int:
+        """Do the same as `prefetch` within a deadline."""
+        whole_number("version", version, 0)
+        with self._calling(deadline, "prefetched"):
             self._look_at_tensors()
             held = self._hold(version, deadline)
+            if deadline.cancellation is not None and deadline.cancellation.cancelled:
+                _release(held.slots)
+                raise Cancelled
             self._let_go(held)
             self._prefetched = held if held.slots else None
             if held.slots and self.apply == "swap":
@@ -237,25 +264,62 @@ class Subscriber:
 
         The tensors are written meanwhile: await this between two calls of the model.
         """
-        return await asyncio.to_thread(self.update, timeout=timeout)
+        return await cancellable(lambda deadline: self.take(1, deadline), timeout)
 
-    def check(self) -> None:
-        """Raise WeightsInvalidError if the tensors hold no whole version. A generation loop calls this."""
+    @property
+    def pending(self) -> VersionKey | None:
+        """Version that was prefetched and not taken yet; None if there is none."""
+        held = self._prefetched
+        return None if held is None else held.offer.key
+
+    def check(self, *, initial: str = "refuse") -> None:
+        """Raise WeightsInvalidError if the tensors hold no whole version. A generation loop calls this.
+
+        `initial` is what it does before the first update: `refuse` raises, `allow` accepts the reader's own weights.
+        """
+        if initial not in ("refuse", "allow"):
+            raise ValueError(f"initial must be 'refuse' or 'allow', got {initial!r}")
         if self.state is ReaderState.INVALID:
             raise WeightsInvalidError(
-                f"an update of {self.name!r} broke off while it wrote: the tensors hold parts of two versions. Update "
-                "again before the model is used"
+                f"the tensors hold no whole version of {self.name!r}: an update broke off while it wrote, or "
+                "invalidate() was called. Update again before the model is used"
+            )
+        if self.state is ReaderState.INITIAL and initial == "refuse":
+            raise WeightsInvalidError(
+                f"the tensors hold no version of {self.name!r} yet. Update before the model is used, or accept its own "
+                "weights with check(initial='allow')"
             )
 
+    def invalidate(self) -> None:
+        """Note that the tensors lost their values, as in a sleep that drops memory: the next update loads all again."""
+        with self._calling(Deadline.of_call(None), "invalidated"):
+            self.state = ReaderState.INVALID
+            self._copies.clear()
+
     def close(self) -> None:
-        """Leave. The tensors stay as they are; but the memory of mapped ones may then be written by ranks."""
-        self._leave()
-        self._sources.close()
-        self._copies.clear()
-        self._prefetched = None
-        self._mapped.clear()
+        """Leave, after a call under way. Later updates raise WeightsError; a second call does nothing.
+
+        The tensors stay as they are; but the memory of mapped ones may then be written by ranks.
+        """
+        with locked(self._lock, Deadline.of_call(None), f"the reader of {self.name!r} cannot be closed"):
+            self._closed = True
+            self._leave()
+            self._sources.close()
+            self._copies.clear()
+            self._prefetched = None
+            self._mapped.clear()
 
     # Parts of the above
+
+    @contextlib.contextmanager
+    def _calling(self, deadline: Deadline, done: str) -> Iterator[None]:
+        """Exclude other calls; WeightsError if the reader is closed."""
+        with locked(self._lock, deadline, f"{self.name!r} cannot be {done}"):
+            if deadline.cancellation is not None and deadline.cancellation.cancelled:
+                raise Cancelled
+            if self._closed:
+                raise WeightsError(f"the reader of {self.name!r} was closed. Make a new Subscriber")
+            yield
 
     def _look_at_tensors(self) -> None:
         """Find the tensors anew. WeightsLayoutError if they are not those of this reader any more."""
@@ -298,7 +362,8 @@ class Subscriber:
 
     def _has(self, offer: VersionOffer) -> bool:
         """Return True if the tensors hold the version of an offer."""
-        return offer.key == self._version and self.state is ReaderState.VALID
+        valid = offer.key == self._version and self.state is ReaderState.VALID
+        return valid and self._tensors.memory() == self._taken_memory  # else tensors were replaced
 
     def _hold(self, version: int, deadline: Deadline) -> _HeldVersion:
         """Wait for a version from this number on; hold the newest in slots of this host (none if it is in use)."""

@@ -313,6 +313,12 @@ def layout_of(
 
     WeightsLayoutError for a DTensor of partial sums, and for a part that does not lie in its whole tensor.
     """
+    if places is not None and not callable(places):
+        if not isinstance(places, Mapping):
+            raise TypeError(f"places must be a dict of Part by name, or a function, got {places!r}")
+        unknown = [name for name in places if name not in tensors]
+        if unknown:
+            raise ValueError(f"places has no tensors of the names {listed(unknown)}; there are {listed(list(tensors))}")
     layout = {}
     for name, tensor in tensors.items():
         cast = dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype

@@ -15,13 +15,13 @@ import asyncio
 import contextlib
 import functools
 import threading
-import weakref
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import ray
 
 from raylane.core.deadline import Deadline
+from raylane.core.finalizing import finalize_here
 from raylane.core.place import here
 from raylane.core.semaphore import Segment
 from raylane.errors import QueueError, QueueLostError, QueueTimeoutError
@@ -289,7 +289,7 @@ class TrajectoryQueue:
                 arguments = node, place.pid, place.start_ticks
                 number, host = self._call("join", *arguments, deadline=Deadline.of_call(None))
                 self._member = _QueueMember(self._actor, number, host, node, self.options.max_bytes)
-                self._member.leave = weakref.finalize(self, self._member.sender.end)
+                self._member.leave = finalize_here(self, self._member.sender.end)
             return self._member
 
     def _tell(self, method: str, tickets: Sequence[Sequence[ItemTicket]]) -> None:
