@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import subprocess
@@ -210,11 +211,19 @@ def test_mapped_weights_share_memory_and_refuse_training(start: Start) -> None:
     assert publish([trainer], 4) > 2
     assert ray.get(reader.values.remote()) == {2}
     ray.get(reader.train.remote())
+    ray.get(reader.forget.remote())
+    publish([trainer], 5)
+    with pytest.raises(WeightsTimeoutError, match="none that is known, so perhaps tensors that outlive a reader"):
+        ray.get(trainer.publish.remote(6, 0.3))
 
 
 class MappedReader(Reader):
     def __init__(self) -> None:
         super().__init__("map")
+
+    def forget(self) -> None:
+        del self.subscriber  # the model keeps the memory of the version
+        gc.collect()
 
     def train(self) -> None:
         assert not any(parameter.requires_grad for parameter in self.model.parameters())

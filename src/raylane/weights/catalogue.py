@@ -135,10 +135,10 @@ class Catalogue:
             return ended
         return [] if await self._host_lives(host) else [publisher.token for publisher in publishers]
 
-    async def close_publisher(self, name: str, key: RankKey) -> None:
-        """Note that a rank publishes no more, so that another publisher may take its place."""
+    async def close_publisher(self, name: str, token: str) -> None:
+        """Note that a publisher publishes no more, so that another one may take its place."""
         if name in self._entries:
-            self._entries[name].ledger.close(key)
+            self._entries[name].ledger.close(token)
 
     async def begin(
         self, name: str, key: RankKey, known: GenerationKey | None, step: int, timeout_s: float | None

@@ -212,10 +212,10 @@ class Ledger:
             raise WeightsLostError(f"rank {key.rank} of {self.name!r} is not registered. Register again")
         return self.start
 
-    def close(self, key: RankKey) -> None:
-        """Note that the publisher of a rank was closed, or is garbage."""
-        if self.start is not None and self.start.has(key):
-            self.start.ended.add(key.token)
+    def close(self, token: str) -> None:
+        """Note that a publisher was closed, is garbage, or was never made."""
+        if self.start is not None:
+            self.start.ended.add(token)
 
     def is_empty(self) -> bool:
         """Return True if nobody has registered or published."""

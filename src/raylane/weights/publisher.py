@@ -27,9 +27,6 @@ from raylane.weights.starts import PublisherKey, RankKey, RankRegistration, Star
 from raylane.weights.tensors import NamedTensors, Places, boxes_to_write, layout_of, written_regions
 
 
-def _do_nothing() -> None: ...
-
-
 class _WriteSlot(NamedTuple):
     """A slot that is mapped, and the copy of what this rank writes to it."""
 
@@ -131,9 +128,10 @@ class Publisher:
         self._starting = threading.Lock()  # guards the next one
         self._executor: ThreadPoolExecutor | None = None
         """Thread of `publish_async`, which the first call starts."""
-        self._leave: Any = weakref.finalize(self, _do_nothing)
-        """Tells the catalogue that this rank publishes no more."""
-        self._register(Deadline.of_call(timeout))
+        deadline = Deadline.of_call(timeout)
+        # First: a registration whose answer does not come in time must not keep the place of this rank.
+        self._leave = weakref.finalize(self, self._catalogue.tell, "close_publisher", name, self._key.token)
+        self._register(deadline)
 
     def publish(self, step: int, *, timeout: float | None = None) -> int:
         """Publish the present tensors as the next version; return its number.
@@ -183,7 +181,8 @@ class Publisher:
             slot.begin_writing(place.number, deadline, waiting, number)
         except WeightsTimeoutError as error:
             users = self._catalogue.call("users", self.name, before, deadline=Deadline.of_call(None))
-            raise WeightsTimeoutError(f"{error}. Readers that use version {before}: {users}") from error
+            unknown = "none that is known, so perhaps tensors that outlive a reader that had mapped them"
+            raise WeightsTimeoutError(f"{error}. Readers that use version {before}: {users or unknown}") from error
 
     def publish_async(self, step: int, *, timeout: float | None = None) -> Future[int]:
         """Publish on a thread, beside the next step; return a future of what `publish` returns and raises.
@@ -256,9 +255,6 @@ class Publisher:
         )
         arguments = self.name, registration, self._max_lag
         self._start = self._catalogue.call("register", *arguments, deadline=deadline)
-        self._leave.detach()
-        key = RankKey(self._start, self.rank, self._key.token)
-        self._leave = weakref.finalize(self, self._catalogue.tell, "close_publisher", self.name, key)
 
     def _look_at_tensors(self) -> None:
         """Find the tensors anew, before a version is begun. WeightsLayoutError if they are others."""
