@@ -249,6 +249,10 @@ def test_memory_that_is_gone_is_refused_when_it_is_used() -> None:
     with pytest.raises(WeightsLayoutError, match="'w' cannot be published or read now: its storage holds 0 bytes"):
         tensors.check(meta=True)
     NamedTensors({"w": meta}).check(meta=True)
+    expanded = NamedTensors({"w": torch.zeros(1, 4).expand(4, 4)})
+    expanded.check(meta=False)
+    with pytest.raises(WeightsLayoutError, match="its elements share memory"):
+        expanded.check(meta=True)
     with pytest.raises(WeightsLayoutError, match="on the device meta"):
         NamedTensors({"w": meta}).check(meta=False)
 
@@ -257,6 +261,9 @@ def test_memory_that_others_see_is_not_exchanged() -> None:
     module, flat = Linear(2, 2), torch.zeros(8)
     NamedTensors(module).check_exchangeable()
     NamedTensors(dict(module.named_parameters())).check_exchangeable()
+    NamedTensors({"w": torch.zeros(4, 4).t()[::2]}).check_exchangeable()  # nobody else has the memory
+    with pytest.raises(WeightsLayoutError, match="'w' cannot be exchanged: other tensors"):
+        NamedTensors({"w": flat[2:]}).check_exchangeable()
     with pytest.raises(WeightsLayoutError, match=r"'weight' cannot be exchanged: other tensors .* state_dict\(\)"):
         NamedTensors(module.state_dict()).check_exchangeable()
     with pytest.raises(WeightsLayoutError, match="'b' cannot be exchanged: 'a' lies in the same storage"):

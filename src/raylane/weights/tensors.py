@@ -13,7 +13,7 @@ from torch.nn import Module, Parameter
 
 from raylane.core.listing import listed
 from raylane.errors import WeightsError, WeightsLayoutError
-from raylane.transport.value.leaf_memory import lacking_memory, opaque
+from raylane.transport.value.leaf_memory import lacking_memory, opaque, overlaps_itself
 from raylane.weights.layout import Box, Division, HeldBox, StoredBox, StoredLayout, TensorLayout, divide
 from raylane.weights.plan import Plan
 from raylane.weights.recording import Record
@@ -194,13 +194,16 @@ class NamedTensors:
     def check(self, *, meta: bool) -> None:
         """Raise WeightsLayoutError if a tensor has another shape or division by now, or no memory.
 
-        With `meta`, tensors on the meta device are accepted: they get memory.
+        With `meta`, for a reader, tensors on the meta device are accepted: they get memory. But elements that share
+        memory are refused then.
         """
         for name, tensor in self.items():
             if not isinstance(tensor, torch.Tensor):
                 raise WeightsLayoutError(f"{name!r} is no tensor any more but {type(tensor).__name__}. Bring it back")
             inner = _inner(tensor)
             reason = opaque(inner) if meta and inner.is_meta else lacking_memory(inner)
+            if reason is None and meta and not inner.is_contiguous() and overlaps_itself(inner):
+                reason = "its elements share memory (expand, as_strided), so it cannot be written. Pass its clone()"
             if reason is not None:
                 raise WeightsLayoutError(f"{name!r} cannot be published or read now: {reason}")
             kind = _kind(tensor)
@@ -217,11 +220,11 @@ class NamedTensors:
             inner = _inner(tensor)
             if inner.is_meta:
                 continue
-            cause, storage = None, inner.untyped_storage()
-            first = first_of.setdefault(storage._cdata, name)
+            cause = None
+            first = first_of.setdefault(inner.untyped_storage()._cdata, name)
             if first != name:
                 cause = f"{first!r} lies in the same storage"
-            elif not isinstance(self._model, Module) and _other_users(storage):
+            elif not isinstance(self._model, Module) and _has_other_users(inner):
                 cause = "other tensors lie in its storage, as those of a module whose state_dict() was passed"
             if cause is not None:
                 raise WeightsLayoutError(
@@ -270,11 +273,15 @@ class NamedTensors:
             self.set_memory(name, memory)
 
 
-def _other_users(storage: Any) -> bool:
-    """Return True if more than one tensor lies in a storage."""
+def _has_other_users(tensor: torch.Tensor) -> bool:
+    """Return True if another tensor lies in the storage of a tensor, and somebody has it."""
     count = getattr(torch._C, "_storage_Use_Count", None)
-    # `storage` itself is the other user of the two.
-    return count is not None and count(storage._cdata) > 2
+    if count is None:
+        return False
+    storage, base = tensor.untyped_storage(), tensor._base
+    # `storage` is a user too. So is the base of a view, which counts if more than torch and this call refer to it.
+    users = 2 if base is None else 3
+    return bool(count(storage._cdata) > users or (base is not None and sys.getrefcount(base) > 3))
 
 
 class PublishedTensors(NamedTensors):
