@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from graph.arrival import arrive
+from raylane.errors import TensorFreedError
 from raylane.graph.values.message import SMALL_TENSOR_BYTES, TENSORS, VALUE, Encoder, decode
 
 
@@ -129,3 +130,14 @@ def test_a_tensor_that_others_see_too_is_copied(encoder: Encoder) -> None:
     got = decode(message.kind, message.body, [memoryview(buffer).toreadonly() for buffer in held], shared=True)
     got[0].zero_()
     assert sum(map(sum, held)) == sum(map(sum, [bytes(memoryview(buffer).cast("B")) for buffer in message.buffers]))
+
+
+@pytest.mark.parametrize("size", [3, SMALL_TENSOR_BYTES])
+def test_tensors_that_wrap_others_are_refused(encoder: Encoder, size: int) -> None:
+    def encode(tensor: torch.Tensor) -> torch.Tensor:
+        with pytest.raises(TensorFreedError, match=r"it is a torch\.Tensor that wraps other tensors, or none"):
+            encoder.encode([tensor])
+        return tensor.sum()
+
+    encode(torch._to_functional_tensor(torch.ones(size)))  # its address is 0
+    torch.func.grad(encode)(torch.ones(size))

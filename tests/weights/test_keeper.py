@@ -11,9 +11,9 @@ import sys
 import pytest
 
 from raylane.core.deadline import Deadline
-from raylane.errors import WeightsError, WeightsTimeoutError
-from raylane.weights.keeper import Keeper, PartKind, Turn
-from raylane.weights.slots import OpenSlot, StaleSlot
+from raylane.errors import WeightsError, WeightsLostError, WeightsTimeoutError
+from raylane.weights.keeper import Incarnation, Keeper, PartKind, Turn
+from raylane.weights.slots import OpenSlot, StaleSlot, make_slot
 
 PART = PartKind("a", 2, 100_000)
 
@@ -28,8 +28,8 @@ def write(path: str, number: int, byte: int) -> None:
     slot.close()
 
 
-def turn(number: int, catalogue: str = "first catalogue") -> Turn:
-    return Turn(catalogue, number)
+def turn(number: int, catalogue: int = 1) -> Turn:
+    return Turn(Incarnation(catalogue, ""), number)
 
 
 async def made(keeper: Keeper, number: int = 0) -> list[str]:
@@ -44,7 +44,7 @@ def test_slots_stay_for_the_next_catalogue_and_are_counted() -> None:
         before = (await keeper.memory())["policy"]
         write(paths[1], 7, 3)
         assert (await keeper.memory())["policy"] - before == 102_400  # whole pages
-        assert await keeper.make(turn(0, "second catalogue"), "policy", PART, 2) == (paths, 7)
+        assert await keeper.make(turn(0, 2), "policy", PART, 2) == (paths, 7)
         await keeper.drop(turn(1), "policy", [PART])
         assert await made(keeper) == paths
         await keeper.drop(turn(1), "policy")
@@ -79,7 +79,7 @@ def test_new_catalogue_releases_held_slots() -> None:
         slot = OpenSlot(path, PART.ranks, private=False)
         with pytest.raises(WeightsTimeoutError, match="a reader still holds the version that this one would replace"):
             slot.begin_writing(0, Deadline(0), "rank 0 waits")
-        await keeper.make(turn(0, "second catalogue"), "policy", PART, 2)
+        await keeper.make(turn(0, 2), "policy", PART, 2)
         slot.begin_writing(0, Deadline(0), "rank 0 waits")
         with pytest.raises(StaleSlot):
             OpenSlot(path, PART.ranks, private=False).hold(7)
@@ -116,6 +116,39 @@ def test_slots_beyond_the_budget_are_refused(monkeypatch: pytest.MonkeyPatch) ->
             await made(Keeper(None))
 
     asyncio.run(run())
+
+
+@pytest.mark.processes
+def test_forked_child_keeps_the_locks_of_its_parent() -> None:
+    code = """if True:
+        import gc, os
+        from raylane.core.filelock import WRITE, is_free
+        from raylane.weights.slots import OpenSlot, make_slot
+        segment = make_slot(1, 100)
+        slot, other = (OpenSlot(segment.path, 1, private=True) for _ in range(2))
+        slot.hold(0)
+        if (child := os.fork()) == 0:
+            slot.release()
+            slot.close()
+            os._exit(0)
+        os.waitpid(child, 0)
+        print(is_free(other._fd, WRITE))
+        slot.close()
+        print(is_free(other._fd, WRITE))
+        """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "False\nTrue\n"
+
+
+def test_order_that_a_later_version_overtook_is_not_written() -> None:
+    segment = make_slot(2, 100)
+    slot = OpenSlot(segment.path, 2, private=False)
+    for rank, number in ((0, 5), (1, 5), (0, 6)):
+        slot.begin_writing(rank, Deadline(0), "rank 0 waits", number)
+        slot.end_writing(rank, number)
+    with pytest.raises(WeightsLostError, match="rank 1 waits: version 5 was given up, a later one is in its place"):
+        slot.begin_writing(1, Deadline(0), "rank 1 waits", 5)
+    slot.begin_writing(1, Deadline(0), "rank 1 waits", 6)
 
 
 @pytest.mark.processes

@@ -5,7 +5,10 @@ import pytest
 from raylane.errors import WeightsError, WeightsLayoutError, WeightsLostError
 from raylane.weights.delta import DeltaOptions
 from raylane.weights.layout import Box, HeldBox, Layout, TensorLayout
-from raylane.weights.ledger import Generation, Ledger, RankRegistration, Version, VersionState
+from raylane.weights.ledger import Generation, Ledger, Version, VersionState
+from raylane.weights.starts import PublisherKey, RankRegistration, Start
+
+DELTA = DeltaOptions()
 
 
 def layout(rank: int, world: int, rows: int = 12) -> Layout:
@@ -13,23 +16,44 @@ def layout(rank: int, world: int, rows: int = 12) -> Layout:
     return {"w": TensorLayout((rows, 2), "float32", 4, (held,))}
 
 
-def register(ledger: Ledger, world: int, keep: int = 2, host: str = "a") -> Generation:
+def registration(
+    rank: int, world: int, trainer: str = "first", rows: int = 12, host: str = "a", delta: DeltaOptions = DELTA
+) -> RankRegistration:
+    publisher = PublisherKey(f"{trainer} {rank}", host, 1, 1)
+    return RankRegistration(rank, world, layout(rank, world, rows), {}, publisher, 2, delta)
+
+
+def register(ledger: Ledger, world: int, keep: int = 2, trainer: str = "first") -> Start:
+    """Register all ranks of a trainer; those of the one before have ended."""
+    ended = [] if ledger.start is None else [each.publisher.token for each in ledger.start.members.values()]
     for rank in range(world):
-        generation = ledger.register(RankRegistration(rank, world, layout(rank, world), {}, host, keep))
-    return generation
+        start = ledger.register(registration(rank, world, trainer)._replace(keep=keep), ended, 1)
+        ended = []
+    return start
 
 
-def begin(ledger: Ledger, generation: Generation, rank: int, step: int) -> Version:
-    version = ledger.begin(generation, rank, step)
+def back(ledger: Ledger, rank: int, world: int, rows: int = 12, host: str = "a") -> Start:
+    """Register a rank whose publisher has ended, beside others that live."""
+    assert ledger.start is not None
+    ended = [ledger.start.members[rank].publisher.token]
+    return ledger.register(registration(rank, world, "back", rows, host), ended, 2)
+
+
+def generation(ledger: Ledger) -> Generation:
+    return ledger.generations[-1]
+
+
+def begin(ledger: Ledger, start: Start, rank: int, step: int) -> Version:
+    version = ledger.begin(start, rank, step)
     assert version is not None
     return version
 
 
-def publish(ledger: Ledger, generation: Generation, step: int) -> int:
-    numbers = {begin(ledger, generation, rank, step).number for rank in range(generation.world)}
+def publish(ledger: Ledger, start: Start, step: int) -> int:
+    numbers = {begin(ledger, start, rank, step).number for rank in range(start.world)}
     (number,) = numbers
-    committed = [ledger.done(number, rank) for rank in range(generation.world)]
-    assert committed == [False] * (generation.world - 1) + [True]
+    committed = [ledger.done(number, rank) for rank in range(start.world)]
+    assert committed == [False] * (start.world - 1) + [True]
     return number
 
 
@@ -40,16 +64,15 @@ def newest(ledger: Ledger) -> int | None:
 
 def test_version_is_visible_when_all_ranks_are_done() -> None:
     ledger = Ledger("policy")
-    generation = register(ledger, 3)
-    assert generation.stored is not None
+    start = register(ledger, 3)
     assert newest(ledger) is None
-    version = begin(ledger, generation, 0, 10)
-    assert ledger.begin(generation, 1, 10) is version
+    version = begin(ledger, start, 0, 10)
+    assert ledger.begin(start, 1, 10) is version
     assert not ledger.done(version.number, 0)
     assert not ledger.done(version.number, 1)
     assert version.missing() == [2]
     assert newest(ledger) is None
-    assert ledger.begin(generation, 2, 10) is version
+    assert ledger.begin(start, 2, 10) is version
     assert ledger.done(version.number, 2)
     assert newest(ledger) == version.number == 1
 
@@ -57,13 +80,13 @@ def test_version_is_visible_when_all_ranks_are_done() -> None:
 @pytest.mark.parametrize("keep", [2, 3, 5])
 def test_committed_versions_keep_their_slots(keep: int) -> None:
     ledger = Ledger("policy")
-    generation = register(ledger, 2, keep)
+    start = register(ledger, 2, keep)
     for step in range(1, 20):
-        publish(ledger, generation, step)
+        publish(ledger, start, step)
         kept = [version for version in ledger.versions if version.state is VersionState.COMMITTED]
         assert [version.number for version in kept] == list(range(max(1, step - keep + 1), step + 1))
         assert len({version.slot for version in kept}) == len(kept)
-        opened = begin(ledger, generation, 0, step + 1)
+        opened = begin(ledger, start, 0, step + 1)
         still = [version.slot for version in ledger.versions if version.state is VersionState.COMMITTED]
         assert opened.slot not in still
         assert len(still) == min(step, keep - 1)
@@ -71,48 +94,49 @@ def test_committed_versions_keep_their_slots(keep: int) -> None:
 
 def test_rank_that_comes_back_goes_on_in_the_open_version() -> None:
     ledger = Ledger("policy")
-    generation = register(ledger, 2)
-    publish(ledger, generation, 1)
-    opened = begin(ledger, generation, 0, 2)
+    start = register(ledger, 2)
+    publish(ledger, start, 1)
+    opened = begin(ledger, start, 0, 2)
     ledger.done(opened.number, 0)
-    assert ledger.register(RankRegistration(1, 2, layout(1, 2), {}, "a", 2)) is generation
-    assert begin(ledger, generation, 1, 2) is opened
+    assert back(ledger, 1, 2) is start
+    assert begin(ledger, start, 1, 2) is opened
     assert ledger.done(opened.number, 1)
 
 
 def test_trainer_that_starts_again_gives_up_what_is_open() -> None:
     ledger = Ledger("policy")
-    generation = register(ledger, 2)
-    opened = begin(ledger, generation, 0, 7)
+    start = register(ledger, 2)
+    opened = begin(ledger, start, 0, 7)
     ledger.done(opened.number, 0)
-    assert register(ledger, 2) is generation
+    again, before = register(ledger, 2, trainer="again"), generation(ledger)
     with pytest.raises(WeightsLostError, match="version 1 of 'policy' was given up by another rank while rank 1"):
         ledger.done(opened.number, 1)
-    assert publish(ledger, generation, 5) == 2
+    assert publish(ledger, again, 5) == 2
+    assert generation(ledger) is before  # its layouts are those of the first start
 
 
 def test_rank_back_at_a_later_step_gives_up_what_is_open() -> None:
     ledger = Ledger("policy")
-    generation = register(ledger, 2)
-    opened = begin(ledger, generation, 0, 10)
+    start = register(ledger, 2)
+    opened = begin(ledger, start, 0, 10)
     ledger.done(opened.number, 0)
-    assert ledger.begin(generation, 0, 12) is None
-    ledger.register(RankRegistration(1, 2, layout(1, 2), {}, "a", 2))
-    later = begin(ledger, generation, 1, 12)
+    assert ledger.begin(start, 0, 12) is None
+    back(ledger, 1, 2)
+    later = begin(ledger, start, 1, 12)
     assert opened.state is VersionState.SUPERSEDED
-    assert begin(ledger, generation, 0, 12) is later
+    assert begin(ledger, start, 0, 12) is later
 
 
 def test_rank_that_is_ahead_waits_for_the_others() -> None:
     ledger = Ledger("policy")
-    generation = register(ledger, 2)
-    opened = begin(ledger, generation, 0, 1)
+    start = register(ledger, 2)
+    opened = begin(ledger, start, 0, 1)
     ledger.done(opened.number, 0)
-    assert ledger.begin(generation, 0, 2) is None
+    assert ledger.begin(start, 0, 2) is None
     assert opened.missing() == [1]
-    assert begin(ledger, generation, 1, 1) is opened
+    assert begin(ledger, start, 1, 1) is opened
     assert ledger.done(opened.number, 1)
-    assert begin(ledger, generation, 0, 2).number == 2
+    assert begin(ledger, start, 0, 2).number == 2
 
 
 def test_trainer_of_another_size_takes_the_name_over() -> None:
@@ -120,65 +144,69 @@ def test_trainer_of_another_size_takes_the_name_over() -> None:
     first = register(ledger, 2)
     publish(ledger, first, 1)
     opened = begin(ledger, first, 0, 2)
-    second = register(ledger, 4)
-    assert second.number == first.number + 1
+    old = generation(ledger)
+    second = register(ledger, 4, trainer="second")
+    assert generation(ledger).number == old.number + 1
     assert newest(ledger) == 1
-    with pytest.raises(WeightsError, match="trainer of 2 ranks that was replaced by one of 4"):
+    with pytest.raises(WeightsError, match="its trainer was replaced by one of 4 ranks that registered later"):
         ledger.begin(first, 1, 2)
     assert publish(ledger, second, 1) > opened.number
     publish(ledger, second, 2)
     publish(ledger, second, 3)
-    assert ledger.generations == [second]
+    assert old not in ledger.generations
 
 
 def test_rank_that_publishes_an_earlier_step_is_told() -> None:
     ledger = Ledger("policy")
-    generation = register(ledger, 2)
-    begin(ledger, generation, 0, 3)
+    start = register(ledger, 2)
+    begin(ledger, start, 0, 3)
     with pytest.raises(WeightsError, match="rank 1 publishes step 2 of 'policy', but rank 0 publishes step 3"):
-        ledger.begin(generation, 1, 2)
-    assert publish(ledger, generation, 3) == 1
+        ledger.begin(start, 1, 2)
+    assert publish(ledger, start, 3) == 1
 
 
 def test_rank_whose_publication_failed_goes_on_with_a_later_step() -> None:
     ledger = Ledger("policy")
-    generation = register(ledger, 2)
-    opened = begin(ledger, generation, 0, 1)
+    start = register(ledger, 2)
+    opened = begin(ledger, start, 0, 1)
     ledger.done(opened.number, 0)
-    later = begin(ledger, generation, 1, 2)
+    later = begin(ledger, start, 1, 2)
     assert opened.state is VersionState.SUPERSEDED
-    assert begin(ledger, generation, 0, 2) is later
-    last = begin(ledger, generation, 0, 3)  # the writer itself has given step 2 up
+    assert begin(ledger, start, 0, 2) is later
+    last = begin(ledger, start, 0, 3)  # the writer itself has given step 2 up
     assert (later.state, last.writers) == (VersionState.SUPERSEDED, {0})
 
 
 def test_dead_keeper_loses_what_it_kept() -> None:
     ledger = Ledger("policy")
-    generation = register(ledger, 2)
-    generation.slots["a", "a"] = ["path 0", "path 1"]
-    publish(ledger, generation, 1)
-    opened = begin(ledger, generation, 0, 2)
+    start = register(ledger, 2)
+    generation(ledger).slots["a", "a"] = ["path 0", "path 1"]
+    publish(ledger, start, 1)
+    opened = begin(ledger, start, 0, 2)
     ledger.keeper_died("a")
     assert newest(ledger) is None
     with pytest.raises(WeightsLostError, match="is lost while rank 0 wrote it"):
         ledger.done(opened.number, 0)
-    generation.slots["a", "a"] = ["path 2", "path 3"]
-    assert publish(ledger, generation, 3) == 3
+    generation(ledger).slots["a", "a"] = ["path 2", "path 3"]
+    assert publish(ledger, start, 3) == 3
 
 
 def test_ranks_that_do_not_fit_are_refused_and_may_try_again() -> None:
     ledger = Ledger("policy")
-    ledger.register(RankRegistration(0, 2, layout(0, 2), {}, "a", 2))
+    waiting = ledger.register(registration(0, 2), [], 1)
+    assert ledger.begin(waiting, 0, 1) is None
     with pytest.raises(WeightsLayoutError, match="do not agree on 'w'"):
-        ledger.register(RankRegistration(1, 2, layout(1, 2, rows=14), {}, "a", 2))
-    assert register(ledger, 2).stored is not None
+        ledger.register(registration(1, 2, rows=14), [], 1)
+    with pytest.raises(WeightsError, match="do not fit together; the error is that of another rank"):
+        ledger.begin(waiting, 0, 1)
+    assert publish(ledger, register(ledger, 2, trainer="second"), 1) == 1
 
 
 def test_part_lives_on_in_whole_copies() -> None:
     ledger = Ledger("policy")
-    generation = register(ledger, 2)
-    generation.slots["a", "a"] = ["path 0", "path 1"]
-    publish(ledger, generation, 1)
+    start = register(ledger, 2)
+    generation(ledger).slots["a", "a"] = ["path 0", "path 1"]
+    publish(ledger, start, 1)
     version = ledger.committed(1)
     assert version is not None
     spread = version.spread("a")
@@ -194,24 +222,24 @@ def test_part_lives_on_in_whole_copies() -> None:
 
 def test_slots_that_are_being_made_are_in_use() -> None:
     ledger = Ledger("policy")
-    generation = register(ledger, 1)
-    generation.being_made.add(("b", "a"))
-    assert ledger.parts_in_use("b") == [(generation, "a")]
-    generation.slots["b", "a"] = ["one", "two"]
-    generation.slots["a", "a"] = ["one", "two"]
-    generation.being_made.clear()
-    assert ledger.parts_in_use("b") == [(generation, "a")]
+    register(ledger, 1)
+    made = generation(ledger)
+    made.being_made.add(("b", "a"))
+    assert ledger.parts_in_use("b") == [(made, "a")]
+    made.slots["b", "a"] = ["one", "two"]
+    made.slots["a", "a"] = ["one", "two"]
+    made.being_made.clear()
+    assert ledger.parts_in_use("b") == [(made, "a")]
     ledger.keeper_died("b")
     assert ledger.parts_in_use("b") == []
 
 
 def test_base_is_the_newest_version_that_another_host_has() -> None:
     ledger = Ledger("policy")
-    delta = DeltaOptions("auto", 6)
-    generation = ledger.register(RankRegistration(0, 1, layout(0, 1), {}, "a", 3, delta))
+    start = ledger.register(registration(0, 1, delta=DeltaOptions("auto", 6))._replace(keep=3), [], 1)
 
     def publish_one(copied: bool) -> Version:
-        version = ledger.committed(publish(ledger, generation, len(versions)))
+        version = ledger.committed(publish(ledger, start, len(versions)))
         assert version is not None
         if copied:
             version.spread("a").holders["b"] = {0}
@@ -236,10 +264,50 @@ def test_base_is_the_newest_version_that_another_host_has() -> None:
 
 def test_another_delta_option_begins_a_generation() -> None:
     ledger = Ledger("policy")
-    first = ledger.register(RankRegistration(0, 1, layout(0, 1), {}, "a", 2, DeltaOptions("auto")))
+    first = ledger.register(registration(0, 1), [], 1)
     publish(ledger, first, 1)
-    second = ledger.register(RankRegistration(0, 1, layout(0, 1), {}, "a", 2, DeltaOptions("never")))
-    assert second is not first
+    old = generation(ledger)
+    second = ledger.register(registration(0, 1, "second", delta=DeltaOptions("never")), [], 1)
+    assert generation(ledger) is not old
     version = ledger.committed(publish(ledger, second, 2))
     assert version is not None
     assert version.base is None
+
+
+def test_generations_of_the_same_slots_do_not_overwrite() -> None:
+    ledger = Ledger("policy")
+    publish(ledger, register(ledger, 1, keep=3), 1)
+    second = register(ledger, 1, keep=2, trainer="second")
+    opened = begin(ledger, second, 0, 2)
+    assert [version.number for version in ledger.versions] == [1, 2]
+    assert len({version.slot for version in ledger.versions}) == 2
+    assert opened.slot < 2
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("old_state", ["living", "ended"])
+def test_trainer_starts_again_with_one_changed_rank(order: tuple[int, int], old_state: str) -> None:
+    ledger = Ledger("policy")
+    first = register(ledger, 2)
+    publish(ledger, first, 1)
+    for rank in order:
+        holder = ledger.start.members.get(rank) if ledger.start else None
+        ended = [] if holder is None or old_state == "living" else [f"first {rank}", f"first {1 - rank}"]
+        second = ledger.register(registration(rank, 2, "second", host="b" if rank else "a"), ended, 2)
+    assert publish(ledger, second, 2) == 2
+    assert generation(ledger).hosts == ("a", "b")
+    with pytest.raises(WeightsError, match="was replaced"):
+        ledger.begin(first, 0, 3)
+
+
+def test_rank_back_on_another_host_keeps_the_survivors() -> None:
+    ledger = Ledger("policy")
+    start = register(ledger, 2)
+    publish(ledger, start, 1)
+    opened = begin(ledger, start, 0, 2)
+    assert back(ledger, 1, 2, host="b") is start
+    assert opened.state is VersionState.SUPERSEDED
+    assert publish(ledger, start, 3) == 3
+    with pytest.raises(WeightsLayoutError):
+        back(ledger, 1, 2, rows=14)
+    assert publish(ledger, start, 4) == 4  # nothing was changed

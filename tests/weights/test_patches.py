@@ -13,7 +13,7 @@ import ray
 from raylane.core.deadline import Deadline
 from raylane.weights import patches as patches_module
 from raylane.weights.delta import MOST_GAP, DeltaOptions, Run
-from raylane.weights.keeper import Fetch, Keeper, PartKind, Turn
+from raylane.weights.keeper import Fetch, Incarnation, Keeper, PartKind, Turn
 from raylane.weights.patches import (
     DeltaRequest,
     Patches,
@@ -29,7 +29,7 @@ from raylane.weights.spread import LEAST_BYTES
 
 CHUNKS = 3
 PART = PartKind("a", 1, CHUNKS * LEAST_BYTES - 4096)
-TURN = Turn("a catalogue", 1)
+TURN = Turn(Incarnation(1, ""), 1)
 RUNS = (Run(PART.nbytes, 2),)
 ALWAYS = DeltaOptions("always")
 CHANGED = [0, 5, 70_000, LEAST_BYTES // 2, PART.nbytes // 2 - 1]

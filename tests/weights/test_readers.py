@@ -25,12 +25,17 @@ from raylane.weights.readers import (
     LeaseState,
     NamedReaders,
     ReaderKey,
+    VersionKey,
     key_of_reader,
 )
 
 
 def key(label: str, host: str = "a", pid: int = 1, ticks: int = 1) -> ReaderKey:
     return ReaderKey("policy", label, host, pid, ticks)
+
+
+def version(number: int) -> VersionKey:
+    return VersionKey("", number)
 
 
 ONE, TWO = key("one"), key("two", "b")
@@ -77,15 +82,15 @@ def test_calls_that_arrive_late_change_nothing() -> None:
     readers = NamedReaders()
     for number in (1, 2):
         readers.commit(number, 0)
-    assert readers.apply(ONE, 2, 2, 0)
-    assert not readers.apply(ONE, 1, 1, 0)
+    assert readers.apply(ONE, version(2), 2, 0)
+    assert not readers.apply(ONE, version(1), 1, 0)
     assert readers.users(2) == ["one"]
     readers.advance([ONE], LeaseEvent.LEFT, 0)
-    assert not readers.apply(ONE, 3, 3, 0)
+    assert not readers.apply(ONE, version(3), 3, 0)
     assert readers.keys() == []
-    readers.apply(TWO, 1, 1, 0)
+    readers.apply(TWO, version(1), 1, 0)
     readers.advance([TWO], LeaseEvent.HOST_ENDED, 0)
-    assert readers.apply(TWO, 2, 2, 0)  # Ray was wrong about its host
+    assert readers.apply(TWO, version(2), 2, 0)  # Ray was wrong about its host
 
 
 def test_expired_readers_are_not_waited_for() -> None:
@@ -93,10 +98,10 @@ def test_expired_readers_are_not_waited_for() -> None:
     for reader in (ONE, TWO):
         readers.join(reader, 0)
     readers.commit(1, 0)
-    readers.apply(ONE, 1, 1, 0)
-    assert readers.behind(1) == ["two"]
+    readers.apply(ONE, version(1), 1, 0)
+    assert readers.behind(version(1)) == ["two"]
     readers.advance([TWO], LeaseEvent.MISSED, LEASE_S)
-    assert readers.behind(1) == []
+    assert readers.behind(version(1)) == []
     assert [reader.key for reader in readers.counted()] == [ONE]
     assert len(readers) == 2
 
@@ -108,13 +113,13 @@ def test_lag_counts_from_the_version_in_use() -> None:
     for number in range(1, 6):
         readers.commit(number, 10.0 * number)
     readers.join(TWO, 50)  # a new reader has missed nothing
-    readers.apply(ONE, 2, 1, 50)
+    readers.apply(ONE, version(2), 1, 50)
     first, second = readers.infos(60)
     assert (first.label, first.version, first.lag, first.behind_s, first.too_far) == ("one", 2, 3, 30, True)
     assert (second.label, second.version, second.lag, second.behind_s, second.too_far) == ("two", 0, 0, 0, False)
     readers.commit(6, 60)
     assert [(info.label, info.lag, info.behind_s) for info in readers.infos(61)] == [("one", 4, 31), ("two", 1, 1)]
-    readers.apply(ONE, 6, 2, 61)
+    readers.apply(ONE, version(6), 2, 61)
     assert [info.label for info in readers.infos(61) if info.too_far] == []
     assert readers.users(6) == ["one"]
     for number in range(7, 8 + MOST_COMMITS):
@@ -124,14 +129,15 @@ def test_lag_counts_from_the_version_in_use() -> None:
 
 def test_readers_of_an_earlier_catalogue_keep_their_version() -> None:
     readers = NamedReaders()
+    readers.life = "present"
     readers.join(ONE, 0)  # from its keeper, which does not know its version
-    assert readers.join(ONE, 0, 8)
+    assert readers.join(ONE, 0, VersionKey("earlier", 8))
     readers.join(TWO, 0)
     readers.commit(9, 0)
     assert {info.label: (info.version, info.lag) for info in readers.infos(0)} == {"one": (8, 1), "two": (0, 1)}
     # A number beyond the newest one is that of a name that was dropped.
-    assert not readers.join(ONE, 0, 12)
-    assert readers.behind(9) == ["one", "two"]
+    assert not readers.join(ONE, 0, VersionKey("earlier", 12))
+    assert readers.behind(VersionKey("present", 9)) == ["one", "two"]
 
 
 def test_readers_are_shown_with_lag_and_lease() -> None:
@@ -171,7 +177,7 @@ def test_gauge_names_readers_too_far_behind(monkeypatch: pytest.MonkeyPatch) -> 
         readers.commit(number, 0)
     lags.push(readers.infos(0))
     assert values == {("policy", "one", "a"): 2}
-    readers.apply(ONE, 2, 1, 0)
+    readers.apply(ONE, version(2), 1, 0)
 
     async def run() -> None:
         task = asyncio.ensure_future(report_lags(lambda: readers.infos(0)))
@@ -187,7 +193,7 @@ def test_gauge_names_readers_too_far_behind(monkeypatch: pytest.MonkeyPatch) -> 
     readers.join(TWO, 0)
     for number in (3, 4):
         readers.commit(number, 0)
-    readers.apply(ONE, 4, 2, 0)
+    readers.apply(ONE, version(4), 2, 0)
     asyncio.run(asyncio.wait_for(run(), 20))
     lag_metrics.gauge.cache_clear()
 

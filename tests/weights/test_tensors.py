@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from multiprocessing.connection import Connection
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from tests.forkservers import CONTEXT, Server
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.nn import Linear, Module, Sequential
+from torch.nn import LazyLinear, Linear, Module, Parameter, ParameterDict, Sequential
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.testing._internal.two_tensor import TwoTensor
 
 from raylane.errors import WeightsLayoutError
+from raylane.transport.value.leaf_memory import lacking_memory
 from raylane.weights.devices import PreparedCopy
 from raylane.weights.layout import Layout, store
 from raylane.weights.tensors import NamedTensors, OwnRegion, Part, layout_of, local, region
@@ -154,3 +160,111 @@ def test_copies_convert_and_write_any_view() -> None:
     PreparedCopy(regions, back, targets, to_slot=False).run(lambda: back)
     assert all(torch.equal(tensor, targets[int(name)].to(tensor.dtype)) for name, tensor in back.items())
     PreparedCopy([], {}, [], to_slot=True).run(dict)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+def test_wrapped_modules_have_plain_names() -> None:
+    def build(wrap: Callable[[Module], Any]) -> Any:
+        return Sequential(wrap(Linear(2, 2)), Linear(2, 2))
+
+    plain = set(build(lambda module: module).state_dict())
+    for wrap in (checkpoint_wrapper, offload_wrapper, torch.compile):
+        assert set(NamedTensors(build(wrap)).distinct()) == plain
+    assert set(NamedTensors(torch.compile(build(checkpoint_wrapper))).distinct()) == plain
+
+
+def test_modules_that_hide_weights_are_refused() -> None:
+    class Packed(Module):  # as a layer of quantize_dynamic
+        def __init__(self) -> None:
+            super().__init__()
+            self.packed = torch.ones(2), None
+
+        def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+            destination |= {f"{prefix}packed": self.packed, f"{prefix}scale": torch.tensor(1.0)}
+
+    with pytest.raises(WeightsLayoutError, match=r"2 entries of state_dict.* '0\.packed', '0\.scale'\. Pass"):
+        NamedTensors(Sequential(Packed(), Linear(2, 2)))
+
+
+def test_models_that_change_are_followed_or_refused() -> None:
+    model = Sequential(Linear(2, 2), Linear(2, 2))
+    tensors = NamedTensors(model)
+    model[1] = Linear(2, 2)
+    model[0].weight = Parameter(torch.ones(2, 2))
+    tensors.refresh()
+    assert tensors.distinct()["1.weight"] is model[1].weight
+    assert tensors.distinct()["0.weight"] is model[0].weight
+    model[1].weight = model[0].weight
+    with pytest.raises(WeightsLayoutError, match=r"other ties .*'1.weight' is tied to '0.weight'\. .*ew publisher"):
+        tensors.refresh()
+    tied = NamedTensors(model)
+    model[1].weight = Parameter(torch.ones(2, 2))
+    with pytest.raises(WeightsLayoutError, match=r"'1\.weight' is no longer tied to '0.weight'"):
+        tied.refresh()
+    model.append(Linear(1, 1))
+    del model[0].bias
+    with pytest.raises(WeightsLayoutError, match=r"added '2.bias', '2.weight'; removed '0.bias'\. Make a new"):
+        tensors.refresh()
+
+
+def _functional() -> torch.Tensor:
+    functional: torch.Tensor = torch._to_functional_tensor(torch.ones(4))
+    return functional
+
+
+def _fake() -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.ones(4, 4)
+
+
+OPAQUE = {
+    "wrapper": lambda: TwoTensor(torch.ones(4), torch.ones(4)),
+    "fake": _fake,
+    "functional": _functional,
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "lazy": lambda: LazyLinear(3).weight,
+    "jagged": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+}
+
+
+@pytest.mark.parametrize("kind", list(OPAQUE))
+def test_tensors_without_plain_memory_are_refused(kind: str) -> None:
+    tensor = OPAQUE[kind]()
+    assert lacking_memory(tensor)
+    with pytest.raises(WeightsLayoutError, match="'w' cannot be published or read: it"):
+        NamedTensors({"w": tensor})
+    target = {"w": torch.ones(4)}
+    tensors = NamedTensors(target)
+    target["w"] = tensor
+    with pytest.raises(WeightsLayoutError, match="'w' cannot be published or read now: it"):
+        tensors.check(meta=False)
+
+
+def test_memory_that_is_gone_is_refused_when_it_is_used() -> None:
+    freed, meta = torch.ones(4), torch.ones(4, device="meta")
+    tensors = NamedTensors({"w": freed})
+    before = tensors.memory()
+    freed.untyped_storage().resize_(0)
+    assert tensors.memory() != before
+    with pytest.raises(WeightsLayoutError, match="'w' cannot be published or read now: its storage holds 0 bytes"):
+        tensors.check(meta=True)
+    NamedTensors({"w": meta}).check(meta=True)
+    expanded = NamedTensors({"w": torch.zeros(1, 4).expand(4, 4)})
+    expanded.check(meta=False)
+    with pytest.raises(WeightsLayoutError, match="its elements share memory"):
+        expanded.check(meta=True)
+    with pytest.raises(WeightsLayoutError, match="on the device meta"):
+        NamedTensors({"w": meta}).check(meta=False)
+
+
+def test_memory_that_others_see_is_not_exchanged() -> None:
+    module, flat = Linear(2, 2), torch.zeros(8)
+    NamedTensors(module).check_exchangeable()
+    NamedTensors(dict(module.named_parameters())).check_exchangeable()
+    NamedTensors({"w": torch.zeros(4, 4).t()[::2]}).check_exchangeable()  # nobody else has the memory
+    with pytest.raises(WeightsLayoutError, match="'w' cannot be exchanged: other tensors"):
+        NamedTensors({"w": flat[2:]}).check_exchangeable()
+    with pytest.raises(WeightsLayoutError, match=r"'weight' cannot be exchanged: other tensors .* state_dict\(\)"):
+        NamedTensors(module.state_dict()).check_exchangeable()
+    with pytest.raises(WeightsLayoutError, match="'b' cannot be exchanged: 'a' lies in the same storage"):
+        NamedTensors(ParameterDict({"a": flat[:6], "b": flat[2:]})).check_exchangeable()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import gc
 import os
 import signal
 import subprocess
@@ -19,7 +21,13 @@ from torch.nn import Linear, Sequential
 
 from raylane import weights
 from raylane.cli.weights import render
-from raylane.errors import WeightsError, WeightsLayoutError, WeightsLostError, WeightsTimeoutError
+from raylane.errors import (
+    WeightsError,
+    WeightsInvalidError,
+    WeightsLayoutError,
+    WeightsLostError,
+    WeightsTimeoutError,
+)
 from raylane.weights.client import all_memory, all_versions
 
 pytestmark = pytest.mark.ray
@@ -203,11 +211,19 @@ def test_mapped_weights_share_memory_and_refuse_training(start: Start) -> None:
     assert publish([trainer], 4) > 2
     assert ray.get(reader.values.remote()) == {2}
     ray.get(reader.train.remote())
+    ray.get(reader.forget.remote())
+    publish([trainer], 5)
+    with pytest.raises(WeightsTimeoutError, match="none that is known, so perhaps tensors that outlive a reader"):
+        ray.get(trainer.publish.remote(6, 0.3))
 
 
 class MappedReader(Reader):
     def __init__(self) -> None:
         super().__init__("map")
+
+    def forget(self) -> None:
+        del self.subscriber  # the model keeps the memory of the version
+        gc.collect()
 
     def train(self) -> None:
         assert not any(parameter.requires_grad for parameter in self.model.parameters())
@@ -288,6 +304,36 @@ def test_dropped_name_can_be_published_again_at_once(cluster: None) -> None:
         weights.drop("policy")
     weights.drop("policy")  # unknown by now
     publisher.close()
+
+
+def test_dropped_name_leaves_no_old_bytes(start: Start) -> None:
+    other = weights.Publisher("other", {"x": torch.zeros(1)})  # keeps the catalogue and the keeper alive
+    publisher = weights.Publisher("policy", {"a": torch.full((8,), 1.0), "b": torch.full((8,), 2.0)})
+    targets = [{"a": torch.zeros(8), "b": torch.zeros(8)} for _ in range(3)]
+    subscribers = [
+        weights.Subscriber("policy", target, apply=apply)
+        for target, apply in zip(targets, ("copy", "swap", "map"), strict=True)
+    ]
+    publisher.publish(1)
+    assert {subscriber.update().version for subscriber in subscribers} == {1}
+    publisher.publish(2)
+    assert {subscriber.prefetch() for subscriber in subscribers} == {2}
+    weights.drop("policy")
+    # Another order of the tensors: an old plan would exchange them.
+    second = weights.Publisher("policy", {"b": torch.full((8,), 12.0), "a": torch.full((8,), 11.0)})
+    assert second.publish(1) == 1
+    with pytest.raises(WeightsTimeoutError, match="of 0 readers"):  # those of the dropped name do not count
+        second.wait(1, readers=1, timeout=0.2)
+    for target, subscriber in zip(targets, subscribers, strict=True):
+        assert subscriber.update().changed
+        assert (target["a"].unique().tolist(), target["b"].unique().tolist()) == ([11], [12])
+    second.wait(1, readers=3, timeout=10)
+    with pytest.raises(WeightsError, match="its trainer was replaced by one of 1 ranks that registered later"):
+        publisher.publish(3)
+    assert not subscribers[0].update().changed
+    for each in (*subscribers, publisher, second, other):
+        each.close()
+    weights.drop("other")
 
 
 def test_another_job_reads_a_detached_name(start: Start, tmp_path: Path) -> None:
@@ -371,6 +417,12 @@ def test_options_and_layouts_that_do_not_fit_are_refused(start: Start) -> None:
         ({"rank": 2, "world": 2}, "rank must be from 0 to world - 1"),
         ({"keep": 1}, "keep must be at least 2"),
         ({"dtype": torch.int8}, "dtype must be a floating-point dtype"),
+        ({"dtype": "bf16"}, "dtype must be a floating-point dtype such as torch.bfloat16, got 'bf16'"),
+        ({"keep": 2.5}, "keep must be a whole number, got 2.5"),
+        ({"keep": 10**9}, "keep must be at most 64, got 1000000000"),
+        ({"anchor_every": "5"}, "anchor_every must be a whole number, got '5'"),
+        ({"places": {"z": weights.Part((2, 2), (0, 0))}}, "places has no tensors of the names 'z'; there are 'w'"),
+        ({"timeout": "5"}, "timeout must be a number of seconds >= 0, or None for no limit, got '5'"),
     ):
         with pytest.raises(ValueError, match=text):
             weights.Publisher("policy", tensors, **options)
@@ -380,8 +432,15 @@ def test_options_and_layouts_that_do_not_fit_are_refused(start: Start) -> None:
         weights.Subscriber("policy", tensors, apply="move")
     with pytest.raises(WeightsLostError, match="no weights of the name 'policy'; there are: none"):
         weights.versions("policy")
+    with pytest.raises(ValueError, match="has no tensors"):
+        weights.Publisher("policy", {})
     publisher = weights.Publisher("policy", tensors)
     publisher.publish(1)
+    with pytest.raises(ValueError, match=r"step must be a whole number, got 1\.5"):
+        publisher.publish(1.5)  # type: ignore[arg-type]
+    quantised = weights.Subscriber("policy", {"w": torch.zeros(2, 2, dtype=torch.float8_e4m3fn)})
+    with pytest.raises(WeightsLayoutError, match="float8_e4m3fn, which needs a scale"):
+        quantised.update()
     target = {"w": torch.ones(2, 2), "v": torch.ones(2)}
     subscriber = weights.Subscriber("policy", target)
     with pytest.raises(WeightsLayoutError, match="1 tensors of the reader are not published: 'v'"):
@@ -421,3 +480,73 @@ def test_delta_options_are_checked() -> None:
         weights.Publisher("policy", tensors, delta="often")
     with pytest.raises(ValueError, match="anchor_every must be at least 1"):
         weights.Publisher("policy", tensors, anchor_every=0)
+
+
+@pytest.mark.parametrize("apply", ["copy", "swap", "map"])
+def test_tensors_that_lost_a_version_take_it_again(start: Start, apply: str) -> None:
+    publisher, target = weights.Publisher("policy", {"w": torch.ones(3)}), {"w": torch.zeros(3)}
+    subscriber = weights.Subscriber("policy", target, apply=apply)
+    with pytest.raises(WeightsInvalidError, match=r"no version of 'policy' yet. .* check\(initial='allow'\)"):
+        subscriber.check()
+    subscriber.check(initial="allow")
+    publisher.publish(1)
+    assert subscriber.update().changed
+    subscriber.check()
+    assert not subscriber.update().changed
+    target["w"] = torch.zeros(3)  # replaced
+    assert subscriber.update().changed
+    assert target["w"].eq(1).all()
+    target["w"].detach().zero_()  # as memory that was dropped and mapped again
+    subscriber.invalidate()
+    with pytest.raises(WeightsInvalidError, match="no whole version"):
+        subscriber.check(initial="allow")
+    assert subscriber.prefetch() == 1
+    assert subscriber.update().changed
+    assert target["w"].eq(1).all()
+    subscriber.close()
+    subscriber.close()
+    publisher.close()
+    with pytest.raises(WeightsError, match=r"reader of .policy. was closed\. Make a new Subscriber"):
+        subscriber.update()
+    with pytest.raises(WeightsError, match=r"publisher of .policy. was closed\. Make a new one"):
+        publisher.publish(2)
+
+
+def test_calls_wait_for_each_other_within_their_deadline(start: Start) -> None:
+    publisher, target = weights.Publisher("policy", {"w": torch.ones(3)}), {"w": torch.zeros(3)}
+    subscriber = weights.Subscriber("policy", target)
+    begun = threading.Event()
+
+    def wait(lock: Any, ended: threading.Event) -> None:
+        with lock:
+            begun.set()
+            ended.wait(60)
+
+    for owner, call in (
+        (publisher, lambda: publisher.publish(1, timeout=0.1)),
+        (subscriber, lambda: subscriber.update(timeout=0.1)),
+    ):
+        ended = threading.Event()
+        begun.clear()
+        other = threading.Thread(target=wait, args=(owner._lock, ended))
+        other.start()
+        assert begun.wait(60)
+        with pytest.raises(WeightsTimeoutError, match=r"another call of the same object did not end within 0\.1 s"):
+            call()
+        ended.set()
+        other.join(60)
+    publisher.publish(1)
+
+    async def cancel() -> None:
+        with subscriber._lock:  # this update waits until it was cancelled
+            update = asyncio.ensure_future(subscriber.update_async(timeout=60))
+            await asyncio.sleep(0)
+            update.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await update
+
+    asyncio.run(cancel())  # ends when the thread has ended
+    assert (subscriber.version, target["w"].tolist()) == (0, [0, 0, 0])
+    assert subscriber.update().version == 1
+    publisher.close()
+    subscriber.close()

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from raylane.cli.cluster import add_address, connected
-from raylane.weights.catalogue import VersionInfo
+from raylane.weights.answers import VersionInfo
 from raylane.weights.client import all_readers, all_versions
 from raylane.weights.readers import ReaderInfo
 

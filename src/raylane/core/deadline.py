@@ -119,7 +119,11 @@ class Deadline:
 
     def __init__(self, timeout_s: float | None, cancellation: Cancellation | None = None) -> None:
         """Begin a timeout; it passes early if the call to which `cancellation` belongs has ended."""
-        if timeout_s is not None and not timeout_s >= 0:  # in this form the condition refuses NaN too
+        try:
+            valid = timeout_s is None or timeout_s >= 0  # in this form the condition refuses NaN too
+        except TypeError:
+            valid = False
+        if not valid:
             raise ValueError(f"timeout must be a number of seconds >= 0, or None for no limit, got {timeout_s!r}")
         self.timeout_s = timeout_s
         self.at = math.inf if timeout_s is None or timeout_s > LONGEST_S else time.monotonic() + timeout_s

@@ -227,5 +227,7 @@ class Segment:
         """
         _madvise(self.address + offset, self.nbytes - offset if nbytes is None else nbytes, mmap.MADV_DONTNEED)
 
-    def __del__(self) -> None:
-        self.close_fd()
+    def __del__(self, close: Any = os.close) -> None:  # at the end of the process `os` may be gone
+        fd, self.fd = self.fd, None
+        if fd is not None:
+            close(fd)

@@ -18,7 +18,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from raylane.core.deadline import Deadline
-from raylane.weights.catalogue import VersionInfo
+from raylane.weights.answers import VersionInfo
 from raylane.weights.client import CatalogueClient
 from raylane.weights.readers import ReaderInfo
 

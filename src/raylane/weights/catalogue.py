@@ -20,14 +20,15 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raylane import _ray
 from raylane.core.deadline import Deadline
 from raylane.errors import WeightsError, WeightsLostError, WeightsTimeoutError
+from raylane.weights.answers import GenerationKey, VersionInfo, VersionOffer, WriteOrder
 from raylane.weights.copies import PAUSE_S, Copies
-from raylane.weights.keeper import Keeper, PartKind, Turn, when_job_ends
+from raylane.weights.keeper import Incarnation, Keeper, PartKind, Turn, when_job_ends
 from raylane.weights.lag_metrics import report_lags
-from raylane.weights.layout import StoredLayout
 from raylane.weights.leases import ANSWER_S, CatalogueEnded, Leases, host_lives
-from raylane.weights.ledger import Generation, Ledger, RankRegistration, Version, VersionState
-from raylane.weights.readers import LeaseEvent, NamedReaders, ReaderInfo, ReaderKey
+from raylane.weights.ledger import Generation, Ledger, Version, VersionState
+from raylane.weights.readers import LeaseEvent, NamedReaders, ReaderInfo, ReaderKey, VersionKey
 from raylane.weights.slots import SlotPlace
+from raylane.weights.starts import PublisherKey, RankKey, RankRegistration, StartKey, StartState
 
 NAMESPACE = "raylane-weights"
 KEEPER_NAME = "keeper of "
@@ -37,46 +38,6 @@ END_S = 10.0
 POLL_S = 0.05
 """Seconds between two looks whether they have."""
 _T = TypeVar("_T")
-GenerationKey = tuple[str, int]
-"""Generation in messages: the incarnation of the catalogue, and a number."""
-
-
-@dataclass(frozen=True)
-class VersionInfo:
-    """One version, as `weights.versions` reports it."""
-
-    name: str
-    number: int
-    step: int
-    state: str
-    nbytes: int
-    hosts: tuple[str, ...]
-    """Ray's ids of the nodes that keep it."""
-    readers: tuple[str, ...]
-    """Readers that use it now."""
-    age_s: float
-    digest: str | None
-    """SHA-256 of its bytes as they are stored, in hexadecimal, if somebody has asked for it."""
-    missing_ranks: tuple[int, ...]
-    copied_bytes: dict[str, int] = field(default_factory=dict)
-    """Bytes copied between hosts so far: `dense` as whole chunks, `delta` as patches of changed elements."""
-    mismatches: int = 0
-    """Number of transfers that were repeated whole, because patches did not make the bytes of the trainer's host."""
-
-
-@dataclass(frozen=True)
-class VersionOffer:
-    """A committed version, and where each host's part of it lies."""
-
-    number: int
-    step: int
-    generation: GenerationKey
-    stored: StoredLayout | None
-    """None if the reader has the layout of this generation."""
-    ranks: dict[str, int]
-    """Number of the ranks that wrote the part of each host."""
-    path: str | None
-    """Slot with the part of the reader's own host, if it has one."""
 
 
 @dataclass
@@ -91,6 +52,9 @@ class _NamedWeights:
     used_parts: dict[str, list[PartKind]] = field(default_factory=dict)
     """Parts in use that the keeper of each host was told last."""
     readers: NamedReaders = field(default_factory=NamedReaders)
+    registering: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while a registration is decided."""
+    dropped: bool = False
 
 
 def _kind(generation: Generation, part: str) -> PartKind:
@@ -106,6 +70,12 @@ def actor_names(begin: str) -> list[str]:
 def own_error(error: ray.exceptions.RayTaskError) -> Exception:
     """Return the error of weights that an actor has raised; another error as Ray wraps it."""
     return error.cause if isinstance(error.cause, WeightsError) else error
+
+
+async def _answered(call: Any) -> None:
+    """Wait for a call of a keeper, which may die meanwhile."""
+    with contextlib.suppress(ray.exceptions.RayError):
+        await call
 
 
 def start_actor(kind: type, name: str, *args: Any, **options: Any) -> Any:
@@ -129,8 +99,7 @@ class Catalogue:
         self._entries: dict[str, _NamedWeights] = {}
         self._keepers: dict[str, Any] = {}
         self._job = job
-        self._incarnation = secrets.token_hex(8)
-        """Identity of this process: numbers of generations that an earlier catalogue has given mean nothing here."""
+        self._incarnation = Incarnation(time.time_ns(), secrets.token_hex(8))
         self._turns = 0
         """Number of calls of keepers whose order matters."""
         self._tasks: set[Any] = set()
@@ -144,49 +113,71 @@ class Catalogue:
 
     # Trainers
 
-    async def register(self, name: str, registration: RankRegistration, max_lag: int | None) -> GenerationKey:
-        """Take a rank in; return its generation. The last rank decides on `max_lag`."""
+    async def register(self, name: str, registration: RankRegistration, max_lag: int | None) -> StartKey:
+        """Take a rank in; return the start of the trainer to which it belongs. The last rank decides on `max_lag`."""
         entry = self._named(name)
+        async with entry.registering:
+            start = entry.ledger.start
+            asked = [] if start is None else start.asked(registration)
+            hosts = {publisher.host for publisher in asked}
+            answers = [self._ended_publishers(host, [each for each in asked if each.host == host]) for host in hosts]
+            ended = {token for tokens in await asyncio.gather(*answers) for token in tokens}
+            self._check_dropped(entry)
+            start = entry.ledger.register(registration, ended, time.time_ns())
         entry.readers.max_lag = max_lag
-        generation = entry.ledger.register(registration)
         await self._notify(entry)
-        return self._incarnation, generation.number
+        return start.key
 
-    async def ready(self, name: str, key: GenerationKey, timeout_s: float | None) -> StoredLayout:
-        """Wait for all ranks of a generation; return what each of them writes."""
-        entry, generation = self._generation(name, key)
-        await self._wait(
-            entry,
-            lambda: generation.stored or generation not in entry.ledger.generations,
-            timeout_s,
-            lambda: f"ranks {generation.missing()} of {generation.world} have not registered for {name!r}",
-        )
-        if generation.stored is None:
-            raise WeightsError(f"the ranks of {name!r} do not fit together; the error is that of another rank")
-        return generation.stored
+    async def _ended_publishers(self, host: str, publishers: list[PublisherKey]) -> list[str]:
+        """Return the tokens of publishers whose processes have ended. Those of a silent host count as living."""
+        with contextlib.suppress(TimeoutError, ray.exceptions.RayError):
+            ended: list[str] = await asyncio.wait_for(self._keeper(host).ended.remote(publishers), ANSWER_S)
+            return ended
+        return [] if await self._host_lives(host) else [publisher.token for publisher in publishers]
+
+    async def close_publisher(self, name: str, token: str) -> None:
+        """Note that a publisher publishes no more, so that another one may take its place."""
+        if name in self._entries:
+            self._entries[name].ledger.close(token)
 
     async def begin(
-        self, name: str, key: GenerationKey, rank: int, step: int, timeout_s: float | None
-    ) -> tuple[int, SlotPlace]:
-        """Return the number of the version for a step, and where this rank writes it."""
-        entry, generation = self._generation(name, key)
-        ledger = entry.ledger
+        self, name: str, key: RankKey, known: GenerationKey | None, step: int, timeout_s: float | None
+    ) -> WriteOrder:
+        """Wait until all ranks have registered and have published the steps before; return what this rank writes."""
+        entry, deadline = self._entry(name), Deadline(timeout_s)
+        ledger, start, rank = entry.ledger, entry.ledger.current(key), key.rank
+
+        def unregistered() -> str:
+            return f"ranks {start.missing()} of {start.world} have not registered for {name!r}"
 
         def missing() -> str:
             version = ledger.open_version()
             ranks = version.missing() if version is not None else []
             return f"ranks {ranks} have not published step {version.step if version else step} of {name!r}"
 
-        host = generation.hosts[rank]
-        await self._slots(entry, generation, host, host)  # first: an earlier catalogue may have counted further
-        version = await self._wait(entry, lambda: ledger.begin(generation, rank, step), timeout_s, missing)
+        await self._wait(entry, lambda: start.state is not StartState.FORMING, deadline.left_s(), unregistered)
+        host = start.members[rank].host
+        if start is ledger.start:
+            await self._slots(
+                entry, ledger.generations[-1], host, host
+            )  # an earlier catalogue may have counted further
+        version = await self._wait(entry, lambda: ledger.begin(start, rank, step), deadline.left_s(), missing)
+        generation = version.generation
         paths = await self._slots(entry, generation, host, host)
         ranks = generation.ranks_of(host)
-        return version.number, SlotPlace(paths[version.slot], len(ranks), ranks.index(rank))
+        generation_key = ledger.life, generation.number
+        return WriteOrder(
+            VersionKey(ledger.life, version.number),
+            SlotPlace(paths[version.slot], len(ranks), ranks.index(rank)),
+            generation_key,
+            None if known == generation_key else generation.stored,
+        )
 
-    async def done(self, name: str, number: int, rank: int) -> None:
+    async def done(self, name: str, key: VersionKey, rank: int) -> None:
         """Note that a rank has written its boxes of a version."""
-        entry = self._entry(name)
+        entry, number = self._entry(name), key.number
+        if entry.ledger.life != key.life:
+            raise WeightsLostError(f"{name!r} was dropped while version {number} was written. Publish again")
         if entry.ledger.done(number, rank):
             entry.readers.commit(number, time.monotonic())
             for host, keeper in self._keepers.items():
@@ -198,18 +189,24 @@ class Catalogue:
                 entry.copies.make_patches(version)
         await self._notify(entry)
 
-    async def wait_for_readers(self, name: str, number: int, readers: int | None, timeout_s: float | None) -> None:
-        """Wait until so many readers (None: all that hold a lease) use this version or a later one."""
+    async def wait_for_readers(
+        self, name: str, number: int, life: str | None, readers: int | None, timeout_s: float | None
+    ) -> None:
+        """Wait until so many readers (None: all that hold a lease) use this version or a later one of the same life.
+
+        A life of None is the present one.
+        """
         deadline = Deadline(timeout_s)
         await self._recovered()
         entry = self._entry(name)
+        version = VersionKey(entry.ledger.life if life is None else life, number)
 
         def enough() -> bool:
-            behind = len(entry.readers.behind(number))
+            behind = len(entry.readers.behind(version))
             return not behind if readers is None else len(entry.readers.counted()) - behind >= readers
 
         def missing() -> str:
-            behind = entry.readers.behind(number)
+            behind = entry.readers.behind(version)
             return f"of {len(entry.readers.counted())} readers of {name!r}, {behind} have not taken version {number}"
 
         await self._wait(entry, enough, deadline.left_s(), missing)
@@ -230,10 +227,10 @@ class Catalogue:
             self._leases.change(key.host)
             await self._advance([key], LeaseEvent.LEFT)
 
-    async def applied(self, key: ReaderKey, number: int, turn: int) -> None:
+    async def applied(self, key: ReaderKey, version: VersionKey, turn: int) -> None:
         """Note that a reader uses a version, unless a call of a later turn has said so."""
         entry = self._entry(key.name)
-        if entry.readers.apply(key, number, turn, time.monotonic()):
+        if entry.readers.apply(key, version, turn, time.monotonic()):
             self._leases.change(key.host)
         await self._notify(entry)
 
@@ -243,7 +240,7 @@ class Catalogue:
         return self._reader_infos(self._entries_of(name))
 
     async def offer(
-        self, key: ReaderKey, used: int, at_least: int, known: GenerationKey | None, timeout_s: float | None
+        self, key: ReaderKey, used: VersionKey, at_least: int, known: GenerationKey | None, timeout_s: float | None
     ) -> VersionOffer:
         """Wait until a version from this number on is committed; return the newest one to a reader that uses another.
 
@@ -266,9 +263,9 @@ class Catalogue:
 
         version = await self._wait(entry, newest, timeout_s, missing)
         generation = version.generation
-        ranks = {part: len(generation.ranks_of(part)) for part in set(generation.hosts.values())}
+        ranks = {part: len(generation.ranks_of(part)) for part in set(generation.hosts)}
         path = generation.slots[host, host][version.slot] if version.has_own_part(host) else None
-        generation_key = self._incarnation, generation.number
+        generation_key = entry.ledger.life, generation.number
         stored = None if known == generation_key else generation.stored
         return VersionOffer(version.number, version.step, generation_key, stored, ranks, path)
 
@@ -319,7 +316,7 @@ class Catalogue:
         return {part: paths[version.slot] for part, paths in slots.items()}
 
     async def users(self, name: str, number: int) -> list[str]:
-        """Return the readers that use a version."""
+        """Return the readers that use a version of this number, of any life."""
         return self._entry(name).readers.users(number)
 
     async def newest(self, name: str) -> int | None:
@@ -341,9 +338,9 @@ class Catalogue:
                 version.number,
                 version.step,
                 version.state.value,
-                0 if version.generation.stored is None else sum(version.generation.stored.nbytes),
+                sum(version.generation.stored.nbytes),
                 tuple(version.hosts()),
-                tuple(entry.readers.users(version.number)),
+                tuple(entry.readers.users(version.number, entry.ledger.life)),
                 time.monotonic() - version.began_s,
                 version.digest,
                 tuple(version.missing()),
@@ -357,7 +354,7 @@ class Catalogue:
     async def _find_digest(self, version: Version) -> None:
         """Note the digest of a version, unless it is not committed, or gone before its bytes were read."""
         digests = []
-        for part in () if version.generation.stored is None else version.generation.stored.hosts:
+        for part in version.generation.stored.hosts:
             holder = version.holder(part) if version.state is VersionState.COMMITTED else None
             if holder is None:
                 return
@@ -380,14 +377,20 @@ class Catalogue:
         """Forget a name and free its slots. The last name ends the keepers, and this actor."""
         entry = self._entries.pop(name, None)
         if entry is not None:
-            for keeper in self._keepers.values():
-                keeper.drop.remote(self._turn(), name)
-            entry.ledger.generations.clear()
+            entry.dropped = True
+            dropping = [keeper.drop.remote(self._turn(), name) for keeper in self._keepers.values()]
             await self._notify(entry)
+            if dropping:  # readers that have prefetched a version see that it was dropped when this call returns
+                await asyncio.wait([asyncio.ensure_future(_answered(each)) for each in dropping], timeout=ANSWER_S)
         if not self._entries:
             await asyncio.to_thread(self._end)
 
     # Parts of the above
+
+    @staticmethod
+    def _check_dropped(entry: _NamedWeights) -> None:
+        if entry.dropped:
+            raise WeightsLostError(f"{entry.ledger.name!r} was dropped during this call. Try again")
 
     def _named(self, name: str) -> _NamedWeights:
         """Return what is known of a name; nothing yet if it is new."""
@@ -396,9 +399,10 @@ class Catalogue:
         if name not in self._entries:
             copies = Copies(self._keeper, self._turn, lambda: self._notify(entry))
             entry = self._entries[name] = _NamedWeights(Ledger(name), copies)
+            entry.readers.life = entry.ledger.life
         return self._entries[name]
 
-    def _join(self, key: ReaderKey, version: int = 0) -> bool:
+    def _join(self, key: ReaderKey, version: VersionKey | None = None) -> bool:
         """Take a reader in. Return True if it, or its version, was not known."""
         changed = self._named(key.name).readers.join(key, time.monotonic(), version)
         if changed:
@@ -423,7 +427,7 @@ class Catalogue:
             entry, own = self._entries.get(name), [key for key in keys if key.name == name]
             if entry is not None and entry.readers.advance(own, event, time.monotonic()):
                 await self._notify(entry)
-                if not entry.readers and not entry.ledger.generations:  # a name that nobody publishes
+                if not entry.readers and entry.ledger.is_empty():  # a name that nobody publishes
                     await self.drop(name)
 
     def _begin_recovery(self) -> asyncio.Task[None]:
@@ -461,15 +465,6 @@ class Catalogue:
         """Return the entry of a name, or all of them for None."""
         return list(self._entries.values()) if name is None else [self._entry(name)]
 
-    def _generation(self, name: str, key: GenerationKey) -> tuple[_NamedWeights, Generation]:
-        entry, (incarnation, number) = self._entry(name), key
-        if incarnation != self._incarnation:
-            raise WeightsLostError(f"the catalogue of {name!r} was started again. Register again")
-        for generation in entry.ledger.generations:
-            if generation.number == number:
-                return entry, generation
-        raise WeightsError(f"the trainer of {name!r} was replaced by another one. End this process")
-
     @staticmethod
     async def _notify(entry: _NamedWeights) -> None:
         async with entry.changed:
@@ -482,9 +477,11 @@ class Catalogue:
         """Return what the condition returns as soon as that is true. WeightsTimeoutError names what is missing."""
         try:
             async with asyncio.timeout(timeout_s), entry.changed:
-                while not (result := condition()):
+                while True:
+                    Catalogue._check_dropped(entry)
+                    if result := condition():
+                        return result
                     await entry.changed.wait()
-                return result
         except TimeoutError:
             raise WeightsTimeoutError(
                 f"after {timeout_s} s {missing()}. Raise the timeout if that is expected"
@@ -495,6 +492,7 @@ class Catalogue:
         async with entry.making:
             if (host, part) in generation.slots:
                 return generation.slots[host, part]
+            self._check_dropped(entry)  # else the slots would have no name that could be dropped
             keeper = self._keeper(host)
             name, kind = entry.ledger.name, _kind(generation, part)
             generation.being_made.add((host, part))

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import os
+import threading
 import time
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import ray
 
-from raylane.core.deadline import Deadline
+from raylane import _ray
+from raylane.core.deadline import Cancellation, Deadline
 from raylane.errors import WeightsError, WeightsLostError, WeightsTimeoutError
+from raylane.weights.answers import VersionInfo
 from raylane.weights.catalogue import (
     NAMESPACE,
     Catalogue,
-    VersionInfo,
     actor_names,
     own_error,
     start_actor,
@@ -21,6 +27,7 @@ from raylane.weights.catalogue import (
 from raylane.weights.leases import CatalogueEnded
 from raylane.weights.readers import ReaderInfo
 
+_T = TypeVar("_T")
 CATALOGUE_NAME = "catalogue of "
 """Beginning of the name of a catalogue's actor; the rest is its job, or "all"."""
 RETRY_S = 0.1
@@ -41,6 +48,8 @@ class CatalogueClient:
             raise WeightsError("this process is not connected to Ray. Call ray.init() first")
         self._job = None if detached else job or ray.get_runtime_context().get_job_id()
         self._actor: Any = self._start()
+        self._pid = os.getpid()
+        self._session = weakref.ref(_ray.session())
 
     def _start(self) -> Any:
         # The concurrency is that of callers that wait.
@@ -50,8 +59,13 @@ class CatalogueClient:
     def call(self, method: str, *args: Any, deadline: Deadline, **options: Any) -> Any:
         """Return the answer of a method of the catalogue. A catalogue that has died is started again, without names.
 
-        WeightsTimeoutError if it does not answer within the deadline.
+        WeightsTimeoutError if it does not answer within the deadline. WeightsError in a forked child, and after the end
+        of the Ray session.
         """
+        if os.getpid() != self._pid:
+            raise WeightsError("this object belongs to the process that was forked. Make a new one in the child")
+        if _ray.session() is None or _ray.session() is not self._session():
+            raise WeightsError("this object belongs to a Ray session that has ended. Make a new one in this session")
         while True:
             remaining_s = deadline.left_s()
             try:
@@ -73,11 +87,41 @@ class CatalogueClient:
             self._actor = self._start()
 
     def tell(self, method: str, *args: Any) -> None:
-        """Call a method without waiting for it; errors are ignored."""
+        """Call a method without waiting for it; errors are ignored. Does nothing in a forked child.
+
+        Finalizers call this, and those of objects that a child has inherited belong to its parent.
+        """
         # A call after the end of the session would start another Ray.
-        if ray.is_initialized():
+        if ray.is_initialized() and os.getpid() == self._pid:
             with contextlib.suppress(Exception):  # Ray's, of no type of its own, if the session ends now
                 getattr(self._actor, method).remote(*args)
+
+
+@contextlib.contextmanager
+def locked(lock: threading.RLock, deadline: Deadline, attempt: str) -> Iterator[None]:
+    """Hold a lock within the block. WeightsTimeoutError, which begins with `attempt`, if that takes too long."""
+    remaining_s = deadline.left_s()
+    if not lock.acquire(timeout=-1 if remaining_s is None else min(remaining_s, threading.TIMEOUT_MAX)):
+        raise WeightsTimeoutError(
+            f"{attempt}: another call of the same object did not end within {deadline.timeout_s} s. Wait for that "
+            "call, or raise the timeout"
+        )
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+async def cancellable(work: Callable[[Deadline], _T], timeout: float | None) -> _T:
+    """Run a call on a thread without blocking the event loop. After a cancellation it writes nothing."""
+    cancellation = Cancellation()
+    deadline = Deadline.of_call(timeout)
+    deadline.cancellation = cancellation
+    try:
+        return await asyncio.to_thread(work, deadline)
+    except asyncio.CancelledError:
+        cancellation.cancel()  # waits for a thread that copies at this moment
+        raise
 
 
 def all_versions(timeout_s: float) -> list[VersionInfo]:

@@ -17,6 +17,7 @@ from raylane import _ray
 from raylane.core import vm
 from raylane.core.deadline import Deadline
 from raylane.core.environment import bytes_in
+from raylane.core.place import start_ticks
 from raylane.core.semaphore import Segment
 from raylane.errors import WeightsError, WeightsLostError
 from raylane.weights.delta import DeltaOptions, LinkSpeed, Run
@@ -33,7 +34,8 @@ from raylane.weights.patches import (
     restore,
 )
 from raylane.weights.readers import ReaderKey
-from raylane.weights.slots import OpenSlot, StaleSlot, make_slot, words_of
+from raylane.weights.slots import OpenSlot, StaleSlot, make_slot, mark_dropped, words_of
+from raylane.weights.starts import PublisherKey
 
 
 class PartKind(NamedTuple):
@@ -46,16 +48,18 @@ class PartKind(NamedTuple):
     nbytes: int
 
 
+class Incarnation(NamedTuple):
+    """Identity of the process of a catalogue; one that was started later has a larger one."""
+
+    began_ns: int
+    token: str
+
+
 class Turn(NamedTuple):
-    """Place of a call among those of one catalogue: Ray runs calls of an asynchronous actor in any order."""
+    """Place of a call among those of all catalogues: Ray runs calls of an asynchronous actor in any order."""
 
-    catalogue: str
-    """Incarnation of the catalogue."""
+    catalogue: Incarnation
     number: int
-
-    def is_after(self, other: Turn | None) -> bool:
-        """Return True if both calls are those of one catalogue, and this one was made later."""
-        return other is not None and self.catalogue == other.catalogue and self.number > other.number
 
 
 class TransferResult(NamedTuple):
@@ -131,8 +135,8 @@ class Keeper:
         self._readers = WatchedReaders()
         self._patches = Patches()
         self._link = LinkSpeed()
-        self._catalogue = ""
-        """Incarnation of the catalogue that holds slots here."""
+        self._catalogue = Incarnation(0, "")
+        """Last catalogue that has held slots here."""
 
     async def wait(self) -> None:
         """Never return: the caller learns of the end of this actor."""
@@ -146,12 +150,16 @@ class Keeper:
         """Return the readers that are watched."""
         return self._readers.keys()
 
+    async def ended(self, publishers: list[PublisherKey]) -> list[str]:
+        """Return the tokens of those publishers of this host whose processes have ended."""
+        return [each.token for each in publishers if start_ticks(each.pid) != each.start_ticks]
+
     async def make(self, turn: Turn, name: str, kind: PartKind, count: int) -> tuple[list[str], int]:
         """Return the paths of `count` slots, which the first call makes, and the largest number of a version in them.
 
         Pages take memory when they are written. Slots that an earlier catalogue held are released.
         """
-        if turn.catalogue != self._catalogue:
+        if turn.catalogue > self._catalogue:
             self._catalogue = turn.catalogue
             for fetch in self._fetches:  # nothing may write to slots for an earlier catalogue any more
                 fetch.cancel()
@@ -162,7 +170,13 @@ class Keeper:
         slots = self._slots.setdefault((name, kind), [])
         while len(slots) < count:
             self._check_budget(name, kind)
-            slots.append(make_slot(kind.ranks, kind.nbytes))
+            try:
+                slots.append(make_slot(kind.ranks, kind.nbytes))
+            except OSError as error:
+                raise WeightsError(
+                    f"a slot of {kind.nbytes:,} bytes for {name!r} cannot be made on this node: {error}. Publish with "
+                    "a smaller keep, drop names, or raise the limits of memory and descriptors (ulimit -n)"
+                ) from error
         numbers = [number for slot in slots for number in words_of(slot, kind.ranks)]
         return [slot.path for slot in slots[:count]], max(numbers)
 
@@ -200,17 +214,18 @@ class Keeper:
         finally:
             slot.close()
 
-    async def drop(self, turn: Turn, name: str, spared: Sequence[PartKind] = ()) -> None:
-        """Give up the slots of a name, except those of parts of these kinds. Readers keep what they map.
+    async def drop(self, turn: Turn, name: str, spared: Sequence[PartKind] | None = None) -> None:
+        """Give up the slots of a name (None: it was dropped), except those of these kinds. Readers keep what they map.
 
         Slots that a later call of `make` has asked for stay.
         """
-        for at in [at for at in self._slots if at[0] == name and at[1] not in spared]:
-            made_at = self._made_at.get(at)
-            if made_at is not None and made_at.is_after(turn):
+        for at in [at for at in self._slots if at[0] == name and at[1] not in (spared or ())]:
+            if self._made_at[at] > turn:
                 continue
-            self._made_at.pop(at, None)
+            del self._made_at[at]
             for segment in self._slots.pop(at):
+                if spared is None:
+                    mark_dropped(segment)
                 segment.close_fd()
                 self._held_at.pop(segment.path, None)
                 self._patches.forget([segment.path], newest=True)
@@ -237,8 +252,7 @@ class Keeper:
 
     async def release(self, turn: Turn, path: str) -> None:
         """Permit a slot to be overwritten, unless a later call holds it."""
-        held_at = self._held_at.get(path)
-        if path in self._open and not (held_at is not None and held_at.is_after(turn)):
+        if path in self._open and not self._held_at.get(path, turn) > turn:
             self._open[path].release()
 
     async def fetch(self, fetch: Fetch) -> TransferResult:

@@ -3,8 +3,11 @@
     version     OPEN ──all ranks done──> COMMITTED ──newer ones──> RETIRED
                   └──a writer begins anew──> SUPERSEDED            (a keeper that dies makes any of them LOST)
 
-A *generation* is one set of ranks with their layouts. Ranks that come back with the same layout belong to the same
-generation; ranks with another world size or layout begin the next one, and versions go on counting.
+A *generation* is the layouts of all ranks of a start (see `starts`). A start with the layouts of the one before goes on
+in the same generation; another world size or layout begins the next one, and versions go on counting.
+
+Numbers of versions and generations never repeat within the *life* of a name, which `drop` and the end of the catalogue
+end. So the life and a number together identify a version, and everybody who compares versions compares both.
 
 Every host of a generation has `keep` slots. A version takes the slot of the oldest version that is not among the newest
 `keep - 1` committed ones. Called by `catalogue`.
@@ -13,16 +16,17 @@ Every host of a generation has `keep` slots. A version takes the slot of the old
 from __future__ import annotations
 
 import enum
+import secrets
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from raylane.errors import WeightsError, WeightsLayoutError, WeightsLostError
 from raylane.weights.delta import DeltaOptions, Run, runs_of
 from raylane.weights.layout import Layout, StoredLayout, store
 from raylane.weights.spread import Spread
+from raylane.weights.starts import Decision, RankKey, RankRegistration, Start, StartEvent, StartKey, StartState, decide
 
 
 class VersionState(enum.Enum):
@@ -54,33 +58,19 @@ TRANSITIONS = {
 """Next state by state and event; a pair that is missing does not change the state."""
 
 
-class RankRegistration(NamedTuple):
-    """Description of a rank, its tensors and its place."""
-
-    rank: int
-    world: int
-    """Number of ranks."""
-    layout: Layout
-    same: Mapping[str, str]
-    """Further names of tied tensors, and the name of each in the layout."""
-    host: str
-    keep: int
-    delta: DeltaOptions = DeltaOptions()
-
-
 @dataclass
 class Generation:
-    """One set of ranks. `stored` and `slots` are known when all ranks have registered."""
+    """Layouts of all ranks of a start, and where their versions lie."""
 
     number: int
-    world: int
     keep: int
     delta: DeltaOptions
-    layouts: dict[int, Layout] = field(default_factory=dict)
-    hosts: dict[int, str] = field(default_factory=dict)
+    layouts: tuple[Layout, ...]
+    """Layout of each rank."""
+    hosts: tuple[str, ...]
     """Host of each rank."""
-    same: dict[str, str] = field(default_factory=dict)
-    stored: StoredLayout | None = None
+    same: Mapping[str, str]
+    stored: StoredLayout
     slots: dict[tuple[str, str], list[str]] = field(default_factory=dict)
     """Paths of slots by the host that has them, and the host whose ranks write what is in them: its part."""
     being_made: set[tuple[str, str]] = field(default_factory=set)
@@ -88,22 +78,21 @@ class Generation:
 
     _runs: dict[str, tuple[Run, ...]] = field(default_factory=dict)
 
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return len(self.layouts)
+
     def ranks_of(self, host: str) -> list[int]:
         """Return the ranks of a host, in the order of their words in a slot."""
-        return sorted(rank for rank, where in self.hosts.items() if where == host)
-
-    def missing(self) -> list[int]:
-        """Return the ranks that have not registered."""
-        return [rank for rank in range(self.world) if rank not in self.layouts]
+        return [rank for rank, where in enumerate(self.hosts) if where == host]
 
     def part_bytes(self, host: str) -> int:
         """Return the size of the part that the ranks of a host write."""
-        assert self.stored is not None, "not all ranks have registered"
         return self.stored.nbytes[self.stored.hosts.index(host)]
 
     def runs(self, host: str) -> tuple[Run, ...]:
         """Return the runs of elements of one size in the part of a host; found once."""
-        assert self.stored is not None, "not all ranks have registered"
         if host not in self._runs:
             self._runs[host] = runs_of(self.stored, self.stored.hosts.index(host))
         return self._runs[host]
@@ -147,7 +136,7 @@ class Version:
     def spread(self, part: str) -> Spread:
         """Return the copies of a part, which the first call begins to count."""
         if part not in self.spreads:
-            parts = len(set(self.generation.hosts.values()))
+            parts = len(set(self.generation.hosts))
             self.spreads[part] = Spread(part, self.generation.part_bytes(part), parts)
         return self.spreads[part]
 
@@ -171,65 +160,148 @@ class Version:
 
     def hosts(self) -> list[str]:
         """Return the hosts that have a part, or chunks of one."""
-        own = [host for host in set(self.generation.hosts.values()) if self.has_own_part(host)]
+        own = [host for host in set(self.generation.hosts) if self.has_own_part(host)]
         return sorted({*own, *(host for spread in self.spreads.values() for host in spread.holders)})
 
 
 class Ledger:
-    """Everything that is known of one name."""
+    """Everything that is known of one name during one life."""
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.life = secrets.token_hex(8)
+        """Identity of this life of the name."""
+        self.start: Start | None = None
+        """Current start of the trainer."""
         self.generations: list[Generation] = []
         self.versions: list[Version] = []
         """Versions from the oldest to the newest; those without a slot are dropped."""
         self._numbers = 0
+        self._generation_numbers = 0
+        self._replaced_trainers: set[str] = set()
 
-    def register(self, registration: RankRegistration) -> Generation:
-        """Take a rank into the current generation, or into a new one if it does not fit the current one.
+    def register(self, registration: RankRegistration, ended: Collection[str], now_ns: int) -> Start:
+        """Take a rank into the current start, or begin a new one, as `starts.DECISIONS` says.
 
-        WeightsLayoutError if the ranks do not fit together; the last rank to register gets it.
+        `ended` has the tokens of those of `Start.asked` that have ended.
+
+        WeightsLayoutError if the ranks do not fit together; the last rank to register gets it. WeightsError if a later
+        start has replaced that of the rank.
         """
-        rank, world, layout, same, host, keep, delta = registration
-        generation = self.generations[-1] if self.generations else None
-        fits = generation is not None and (generation.world, generation.keep, generation.delta) == (world, keep, delta)
-        if fits and generation is not None and rank in generation.layouts:  # it has come back
-            fits = generation.hosts[rank] == host and generation.layouts[rank] == layout
-        if generation is None or not fits:
-            number = 0 if generation is None else generation.number + 1
-            generation = Generation(number, world, keep, delta)
-            self.generations.append(generation)
-        version = self.open_version()
-        if version is not None and (rank in version.writers or version.generation is not generation):
-            version.advance(VersionEvent.OTHER_STEP)  # its writer has begun anew, so nobody will complete it
-        elif version is not None:
-            version.restarted.add(rank)
-        generation.layouts[rank] = layout
-        generation.hosts[rank] = host
-        generation.same.update(same)
-        if generation.stored is None and not generation.missing():
-            layouts = [generation.layouts[number] for number in range(world)]
-            hosts = [generation.hosts[number] for number in range(world)]
-            try:
-                generation.stored = store(layouts, hosts, generation.same)
-            except WeightsLayoutError:
-                self.generations.remove(generation)
-                raise
-        return generation
+        if self.start is not None:
+            self.start.ended.update(ended)
+            if self.start.missing() == [registration.rank]:
+                self.start.forget_ended()  # a trainer that died while it started leaves its places to the next one
+        decision = decide(self.start, registration, self._replaced_trainers)
+        if decision is Decision.REFUSE:
+            raise self._replaced(registration.rank)
+        if decision is Decision.RETURN:
+            assert self.start is not None
+            self._return(self.start, registration)
+            return self.start
+        if decision is Decision.BEGIN:
+            self._begin_start(registration, now_ns)
+        assert self.start is not None
+        self.start.members[registration.rank] = registration
+        self._complete(self.start)
+        return self.start
 
-    def begin(self, generation: Generation, rank: int, step: int) -> Version | None:
+    def current(self, key: RankKey) -> Start:
+        """Return the start of a rank. WeightsLostError if it has to register (again)."""
+        if self.start is None or not self.start.has(key):
+            raise WeightsLostError(f"rank {key.rank} of {self.name!r} is not registered. Register again")
+        return self.start
+
+    def close(self, token: str) -> None:
+        """Note that a publisher was closed, is garbage, or was never made."""
+        if self.start is not None:
+            self.start.ended.add(token)
+
+    def is_empty(self) -> bool:
+        """Return True if nobody has registered or published."""
+        return self.start is None and not self.versions
+
+    def _begin_start(self, registration: RankRegistration, now_ns: int) -> None:
+        before = self.start
+        if before is not None:
+            before.advance(StartEvent.NEWER_START)
+            trainer = before.options[-1]
+            if trainer is not None and trainer != registration.trainer:
+                self._replaced_trainers.add(trainer)
+            now_ns = max(now_ns, before.key.began_ns + 1)
+        key = registration.start or StartKey(now_ns, registration.publisher.token)
+        self.start = Start(key, registration.options())
+        self._give_up_open_version()
+
+    def _return(self, start: Start, registration: RankRegistration) -> None:
+        """Let a rank take its place again, with its present layout and host."""
+        rank = registration.rank
+        members = {**start.members, rank: registration}
+        if start.state is StartState.COMPLETE:
+            generation = self._generation_of(members)
+            version = self.open_version()
+            if version is not None and (rank in version.writers or version.generation is not generation):
+                self._give_up_open_version()  # its writer has begun anew, so nobody will complete it
+            elif version is not None:
+                version.restarted.add(rank)
+        start.members = members
+
+    def _complete(self, start: Start) -> None:
+        if start.missing():
+            return
+        try:
+            self._generation_of(start.members)
+        except WeightsLayoutError:
+            start.advance(StartEvent.MISFIT)
+            self.start = None
+            raise
+        start.advance(StartEvent.ALL_REGISTERED)
+
+    def _generation_of(self, members: Mapping[int, RankRegistration]) -> Generation:
+        """Return the newest generation if it has the layouts of these ranks, or a new one. WeightsLayoutError."""
+        ranks = [members[rank] for rank in range(len(members))]
+        keep, delta = ranks[0].keep, ranks[0].delta
+        layouts, hosts = tuple(rank.layout for rank in ranks), tuple(rank.host for rank in ranks)
+        same = {name: first for rank in ranks for name, first in rank.same.items()}
+        newest = self.generations[-1] if self.generations else None
+        if newest is not None:
+            known = newest.keep, newest.delta, newest.hosts, newest.same, newest.layouts
+            if known == (keep, delta, hosts, same, layouts):
+                return newest
+        stored = store(layouts, hosts, same)
+        self._generation_numbers += 1
+        self.generations.append(Generation(self._generation_numbers, keep, delta, layouts, hosts, same, stored))
+        return self.generations[-1]
+
+    def _replaced(self, rank: int) -> WeightsError:
+        newer = "another one" if self.start is None else f"one of {self.start.world} ranks that registered later"
+        members = () if self.start is None else self.start.members.values()
+        places = "".join(f", process {each.publisher.pid} on node {each.host}" for each in list(members)[:1])
+        return WeightsError(
+            f"rank {rank} of {self.name!r} cannot publish: its trainer was replaced by {newer}{places}. End this "
+            "process, or publish under another name"
+        )
+
+    def _give_up_open_version(self) -> None:
+        version = self.open_version()
+        if version is not None:
+            version.advance(VersionEvent.OTHER_STEP)
+
+    def begin(self, start: Start, rank: int, step: int) -> Version | None:
         """Return the version that a rank is to write for a step: the open one, or the next.
 
-        None if the rank has to wait, because other ranks still write the version before.
+        None if the rank has to wait, because other ranks have not registered, or still write the version before.
 
-        WeightsError if a rank publishes an earlier step than the others, or if a newer generation has begun: then this
-        rank belongs to a trainer that was replaced.
+        WeightsError if a rank publishes an earlier step than the others, if its start was replaced, or if the ranks of
+        its start do not fit together.
         """
-        if generation is not self.generations[-1]:
-            raise WeightsError(
-                f"rank {rank} of {self.name!r} belongs to a trainer of {generation.world} ranks that was replaced by "
-                f"one of {self.generations[-1].world}. End this process"
-            )
+        if start.state is StartState.REFUSED:
+            raise WeightsError(f"the ranks of {self.name!r} do not fit together; the error is that of another rank")
+        if start is not self.start:
+            raise self._replaced(rank)
+        if start.state is StartState.FORMING:
+            return None
+        generation = self.generations[-1]
         version = self.open_version()
         if version is not None and rank in version.done:
             return None
@@ -266,7 +338,8 @@ class Ledger:
         for version in committed[: max(0, len(committed) - (generation.keep - 1))]:
             version.advance(VersionEvent.SLOT_TAKEN)
         self.versions = [version for version in self.versions if version.state is VersionState.COMMITTED]
-        used = {version.slot for version in self.versions if version.generation is generation}
+        # Also those of other generations: a part of the same size has the same slots.
+        used = {version.slot for version in self.versions}
         # Generations without a version have slots that nobody needs any more.
         needed = [generation, *(version.generation for version in self.versions)]
         self.generations = [each for each in self.generations if each in needed]

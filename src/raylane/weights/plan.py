@@ -23,6 +23,11 @@ from raylane.weights.spread import chunk_bytes
 
 FLOATS = ("float", "bfloat")
 """Beginnings of the names of dtypes that are converted to each other."""
+SCALED = ("float8", "float4")
+"""Beginnings of the names of dtypes to which nothing is converted: their values are meant to be scaled."""
+
+WRAPPER_PARTS = ("_orig_mod", "module", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+"""Parts of names that torch's wrappers of modules add."""
 
 
 class BoxPiece(NamedTuple):
@@ -151,6 +156,10 @@ def _bounds(boxes: Sequence[Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any,
     return starts, np.array([box.size for box in boxes], dtype=np.int64)
 
 
+def _unwrapped(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in WRAPPER_PARTS)
+
+
 def _check(stored: StoredLayout, layout: Layout, *, subset: bool) -> None:
     """Raise WeightsLayoutError if a reader cannot take these tensors, before anything is read."""
     missing = [name for name in layout if stored.name_of(name) not in stored.tensors]
@@ -162,9 +171,14 @@ def _check(stored: StoredLayout, layout: Layout, *, subset: bool) -> None:
             problems.append(f"{len(missing)} tensors of the reader are not published: {listed(missing)}")
         if surplus:
             problems.append(f"{len(surplus)} published tensors are not in the reader: {listed(surplus)}")
+        remedy = "Use the same names at both ends; a reader that needs only some of the tensors passes subset=True"
+        if {_unwrapped(name) for name in missing} & {_unwrapped(name) for name in stored.tensors}:
+            remedy = (
+                f"The names differ by the part of a wrapper ({', '.join(WRAPPER_PARTS)}). Pass the module itself at "
+                "both ends, or rename the entries of the dict"
+            )
         raise WeightsLayoutError(
-            f"the reader's tensors are not those of the publisher: {'; '.join(problems)}. Use the same names at both "
-            "ends; a reader that needs only some of the tensors passes subset=True"
+            f"the reader's tensors are not those of the publisher: {'; '.join(problems)}. {remedy}"
         )
     for name, tensor in layout.items():
         published = stored.tensor(name)
@@ -174,6 +188,11 @@ def _check(stored: StoredLayout, layout: Layout, *, subset: bool) -> None:
                 "reader holds a part of it, say which with `places`"
             )
         converted = published.dtype.startswith(FLOATS) and tensor.dtype.startswith(FLOATS)
+        if published.dtype != tensor.dtype and tensor.dtype.startswith(SCALED):
+            raise WeightsLayoutError(
+                f"{name!r} is published as {published.dtype}, and the reader has {tensor.dtype}, which needs a scale. "
+                "Publish the quantised tensors and their scales, or read in bfloat16"
+            )
         if published.dtype != tensor.dtype and not converted:
             raise WeightsLayoutError(
                 f"{name!r} is published as {published.dtype}, and the reader has {tensor.dtype}. Only floating-point "

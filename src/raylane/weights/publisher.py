@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
+import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -11,15 +13,17 @@ import ray
 import torch
 
 from raylane.core.deadline import Deadline
-from raylane.errors import WeightsLostError, WeightsTimeoutError
+from raylane.core.place import here
+from raylane.errors import WeightsError, WeightsLostError, WeightsTimeoutError
 from raylane.transport.link.endpoint import endpoint
-from raylane.weights.catalogue import GenerationKey
-from raylane.weights.client import CatalogueClient
+from raylane.weights.answers import GenerationKey, WriteOrder
+from raylane.weights.arguments import MOST_KEEP, check_name, whole_number
+from raylane.weights.client import CatalogueClient, locked
 from raylane.weights.delta import DeltaOptions
 from raylane.weights.devices import Moment, PreparedCopy, lock_pages
 from raylane.weights.layout import StoredLayout
-from raylane.weights.ledger import RankRegistration
 from raylane.weights.slots import OpenSlot, SlotPlace
+from raylane.weights.starts import PublisherKey, RankKey, RankRegistration, StartKey
 from raylane.weights.tensors import NamedTensors, Places, boxes_to_write, layout_of, written_regions
 
 
@@ -52,9 +56,14 @@ class Publisher:
         places: Places = None,
         detached: bool = False,
         max_lag: int | None = None,
+        trainer: str | None = None,
         timeout: float | None = None,
     ) -> None:
         """Register this rank. Does not wait for the other ranks.
+
+        A rank whose process has ended, or whose publisher was closed, may be started again alone. If the publisher of
+        the same rank still lives, this one belongs to another trainer, which replaces that one with all its ranks: they
+        get WeightsError at their next `publish`.
 
         Args:
             name: Name under which readers find the weights.
@@ -72,37 +81,57 @@ class Publisher:
             detached: Keep the versions when this Ray job ends, until `drop`.
             max_lag: Readers that are more versions behind than this are named in metrics, and marked by `readers` and
                 `raylane weights`; None: none are. The same for all ranks.
+            trainer: Text that is the same for all ranks of one start of the trainer, and never used again. It tells two
+                trainers apart that register under one name at the same moment.
             timeout: Seconds; None means RAYLANE_TIMEOUT_S (60 s).
 
         Raises:
             ValueError: An option has a value that is not accepted.
             WeightsLayoutError: The ranks do not agree; the last rank to register gets this error.
         """
-        if not 0 <= rank < world:
+        check_name(name)
+        world = whole_number("world", world, 1)
+        if not 0 <= whole_number("rank", rank, 0) < world:
             raise ValueError(f"rank must be from 0 to world - 1 ({world - 1}), got {rank}")
-        if keep < 2:
-            raise ValueError(f"keep must be at least 2 (one version to read, one to write), got {keep}")
-        if max_lag is not None and max_lag < 0:
-            raise ValueError(f"max_lag must be at least 0 versions, or None, got {max_lag}")
-        if dtype is not None and not dtype.is_floating_point:
-            raise ValueError(f"dtype must be a floating-point dtype such as torch.bfloat16, got {dtype}")
+        whole_number("keep", keep, 2, MOST_KEEP, " (one version to read, one to write)")
+        whole_number("anchor_every", anchor_every, 1)
+        if max_lag is not None:
+            whole_number("max_lag", max_lag, 0)
+        if dtype is not None and not getattr(dtype, "is_floating_point", False):
+            raise ValueError(f"dtype must be a floating-point dtype such as torch.bfloat16, got {dtype!r}")
         self._delta = DeltaOptions(delta, anchor_every)
         self._delta.check()
         self.name = name
         self.rank, self.world, self._keep, self._max_lag = rank, world, keep, max_lag
         self._tensors = NamedTensors(model)
         self._layout = layout_of(self._tensors.distinct(), places, dtype)
+        if not self._layout:
+            raise ValueError(f"the model published as {name!r} has no tensors. Pass a module or a dict that has some")
         self._catalogue = CatalogueClient(detached=detached)
         self._stored: StoredLayout | None = None
-        self._generation: GenerationKey = "", -1
+        self._generation: GenerationKey | None = None
+        """Generation of `_stored`."""
+        self._life: str | None = None
+        """Life of the name in which this rank published last."""
+        place = here()
+        node = ray.get_runtime_context().get_node_id()
+        self._key = PublisherKey(secrets.token_hex(8), node, place.pid, place.start_ticks)
+        self._trainer = trainer
+        self._start: StartKey | None = None
+        """Start of the trainer to which this rank belongs; it stays when the name is dropped."""
         self._slots: dict[str, _WriteSlot] = {}
         """Slots of the current generation by path."""
         self._memory: tuple[list[Any], ...] = ()
         """Memory of the tensors from which the slots are written."""
         self._lock = threading.RLock()  # held during a publication
+        self._closed = False
+        self._starting = threading.Lock()  # guards the next one
         self._executor: ThreadPoolExecutor | None = None
         """Thread of `publish_async`, which the first call starts."""
-        self._register(Deadline.of_call(timeout))
+        deadline = Deadline.of_call(timeout)
+        # First: a registration whose answer does not come in time must not keep the place of this rank.
+        self._leave = weakref.finalize(self, self._catalogue.tell, "close_publisher", name, self._key.token)
+        self._register(deadline)
 
     def publish(self, step: int, *, timeout: float | None = None) -> int:
         """Publish the present tensors as the next version; return its number.
@@ -116,36 +145,44 @@ class Publisher:
             WeightsLostError: Another rank has given this version up, or the keeper of this host died. Publish again.
             WeightsError: The ranks publish different steps, or this trainer was replaced by another one.
         """
+        whole_number("step", step, None)
         return self._publish(step, Deadline.of_call(timeout), Moment(self._tensors.values))
 
     def _publish(self, step: int, deadline: Deadline, moment: Moment) -> int:
         began_ns = time.perf_counter_ns()
-        with self._lock:
+        with locked(self._lock, deadline, f"rank {self.rank} cannot publish step {step} of {self.name!r}"):
+            if self._closed:
+                raise WeightsError(f"the publisher of {self.name!r} was closed. Make a new one")
+            self._look_at_tensors()
             try:
-                number, place = self._begin(step, deadline)
-            except WeightsLostError:  # a new catalogue, which knows no names
+                order = self._begin(step, deadline)
+            except WeightsLostError:  # the name was dropped, or a new catalogue does not know it
                 self._register(deadline)
-                number, place = self._begin(step, deadline)
+                order = self._begin(step, deadline)
+            number, place = order.version.number, order.place
             slot, copy, nbytes = self._slot(place)
-            self._begin_writing(slot, place, step, deadline)
+            self._begin_writing(slot, place, step, number, deadline)
             written = 0
             try:
                 copy.run(self._tensors.distinct, moment)
                 written = number
             finally:
                 slot.end_writing(place.number, written)
-            self._catalogue.call("done", self.name, number, self.rank, deadline=deadline)
+            self._catalogue.call("done", self.name, order.version, self.rank, deadline=deadline)
+            self._life = order.version.life
             endpoint().recorder.moved_weights("publish weights", self.name, number, began_ns, nbytes)
-            return int(number)
+            return number
 
-    def _begin_writing(self, slot: OpenSlot, place: SlotPlace, step: int, deadline: Deadline) -> None:
+    def _begin_writing(self, slot: OpenSlot, place: SlotPlace, step: int, number: int, deadline: Deadline) -> None:
         """Lock the slot for this rank; WeightsTimeoutError names the readers that use what is in it."""
         before = slot.numbers()[place.number]
         try:
-            slot.begin_writing(place.number, deadline, f"rank {self.rank} cannot publish step {step} of {self.name!r}")
+            waiting = f"rank {self.rank} cannot publish step {step} of {self.name!r}"
+            slot.begin_writing(place.number, deadline, waiting, number)
         except WeightsTimeoutError as error:
             users = self._catalogue.call("users", self.name, before, deadline=Deadline.of_call(None))
-            raise WeightsTimeoutError(f"{error}. Readers that use version {before}: {users}") from error
+            unknown = "none that is known, so perhaps tensors that outlive a reader that had mapped them"
+            raise WeightsTimeoutError(f"{error}. Readers that use version {before}: {users or unknown}") from error
 
     def publish_async(self, step: int, *, timeout: float | None = None) -> Future[int]:
         """Publish on a thread, beside the next step; return a future of what `publish` returns and raises.
@@ -153,8 +190,11 @@ class Publisher:
         The tensors are read meanwhile: wait for the future before the optimizer writes to them. CUDA tensors are read
         as they are when the work is done that this thread has queued so far.
         """
+        whole_number("step", step, None)
         deadline, moment = Deadline.of_call(timeout), Moment(self._tensors.values)
-        with self._lock:
+        with self._starting:
+            if self._closed:
+                raise WeightsError(f"the publisher of {self.name!r} was closed. Make a new one")
             if self._executor is None:
                 self._executor = ThreadPoolExecutor(1, "raylane-publish")
             return self._executor.submit(self._publish, step, deadline, moment)
@@ -167,50 +207,69 @@ class Publisher:
 
         WeightsTimeoutError names the readers that do not use the version.
         """
-        if readers != "all" and not isinstance(readers, int):
-            raise ValueError(f'readers must be "all" or a number, got {readers!r}')
+        if readers != "all":
+            whole_number('readers (or "all")', readers, 0)
+        whole_number("version", version, 1)
         deadline = Deadline.of_call(timeout)
         count = None if isinstance(readers, str) else readers
-        self._catalogue.call("wait_for_readers", self.name, version, count, deadline.left_s(), deadline=deadline)
+        arguments = self.name, version, self._life, count, deadline.left_s()
+        self._catalogue.call("wait_for_readers", *arguments, deadline=deadline)
 
     def close(self) -> None:
         """Close this rank's end, after publications under way. Its versions stay."""
+        with self._starting:
+            self._closed = True
         if self._executor is not None:
-            self._executor.shutdown()
-        with self._lock:
+            self._executor.shutdown()  # its publications have deadlines of their own
+        with locked(self._lock, Deadline.of_call(None), f"the publisher of {self.name!r} cannot be closed"):
             self._forget_slots()
+            self._leave()
 
     def _forget_slots(self) -> None:
         for slot, *_ in self._slots.values():
             slot.close()
         self._slots.clear()
 
-    def _begin(self, step: int, deadline: Deadline) -> tuple[int, SlotPlace]:
-        """Return the number of the version for a step, and where this rank writes it."""
-        call = self._catalogue.call
-        if self._stored is None:
-            self._stored = call("ready", self.name, self._generation, deadline.left_s(), deadline=deadline)
-        arguments = self.name, self._generation, self.rank, step, deadline.left_s()
-        number, place = call("begin", *arguments, deadline=deadline)
-        return number, place
+    def _begin(self, step: int, deadline: Deadline) -> WriteOrder:
+        """Return the version for a step, and where this rank writes it."""
+        assert self._start is not None
+        key = RankKey(self._start, self.rank, self._key.token)
+        arguments = self.name, key, self._generation, step, deadline.left_s()
+        order: WriteOrder = self._catalogue.call("begin", *arguments, deadline=deadline)
+        if order.stored is not None:
+            self._forget_slots()
+            self._generation, self._stored = order.generation, order.stored
+        return order
 
     def _register(self, deadline: Deadline) -> None:
-        self._stored = None
-        host = ray.get_runtime_context().get_node_id()
         registration = RankRegistration(
-            self.rank, self.world, self._layout, self._tensors.same, host, self._keep, self._delta
+            self.rank,
+            self.world,
+            self._layout,
+            self._tensors.same,
+            self._key,
+            self._keep,
+            self._delta,
+            self._trainer,
+            self._start,
         )
         arguments = self.name, registration, self._max_lag
-        self._generation = self._catalogue.call("register", *arguments, deadline=deadline)
+        self._start = self._catalogue.call("register", *arguments, deadline=deadline)
+
+    def _look_at_tensors(self) -> None:
+        """Find the tensors anew, before a version is begun. WeightsLayoutError if they are others."""
+        self._tensors.refresh()
+        memory = self._tensors.memory()
+        if memory != self._memory:  # the copies have the addresses
+            self._tensors.check(meta=False)
+            self._forget_slots()
+            self._memory = memory
 
     def _slot(self, place: SlotPlace) -> _WriteSlot:
         """Return a slot; mapped once, so that its pages stay warm."""
         assert self._stored is not None
-        memory = self._tensors.memory()
-        if memory != self._memory or (len(self._slots) == self._keep and place.path not in self._slots):
-            self._forget_slots()  # the tensors were replaced, or a keeper has died
-            self._tensors.check()
-            self._memory = memory
+        if len(self._slots) == self._keep and place.path not in self._slots:
+            self._forget_slots()  # a keeper has died
         if place.path not in self._slots:
             slot = OpenSlot(place.path, place.ranks, private=False)
             tensors = self._tensors.distinct()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+import math
 import os
 import sys
 from collections import deque
@@ -43,6 +44,18 @@ class ReaderKey(NamedTuple):
     pid: int
     start_ticks: int
     """Start of its process: the kernel gives the pids of processes that have ended to new ones."""
+
+
+class VersionKey(NamedTuple):
+    """Identity of a version: numbers begin anew when a name is dropped or its catalogue is started again."""
+
+    life: str
+    """Identity of the name's life, which the ledger has."""
+    number: int
+
+
+NO_VERSION = VersionKey("", 0)
+"""Version of a reader before its first update."""
 
 
 def key_of_reader(name: str, host: str) -> ReaderKey:
@@ -124,21 +137,23 @@ class Reader:
     """Time at which its keeper, or the reader itself, was heard from last."""
     joined_at: int
     """Number of the newest version when it joined."""
-    version: int = 0
-    """Version that it uses; 0: none."""
+    version: VersionKey = NO_VERSION
+    """Version that it uses."""
     turn: int = 0
     """Number of the call that has said so: Ray runs calls in any order."""
     lease: LeaseState = LeaseState.UNSEEN
 
     def has(self) -> int:
         """Return the number of the version from which its lag counts."""
-        return self.version or self.joined_at
+        return self.version.number or self.joined_at
 
 
 class NamedReaders:
     """Readers of one name. Times are those of any one clock, in seconds."""
 
     def __init__(self) -> None:
+        self.life = ""
+        """Life of the name, to which the numbers of `commit` belong."""
         self.max_lag: int | None = None
         """Largest lag that is not reported; None: none is."""
         self._readers: dict[ReaderKey, Reader] = {}
@@ -152,27 +167,37 @@ class NamedReaders:
     def __len__(self) -> int:
         return len(self._readers)
 
-    def join(self, key: ReaderKey, now_s: float, version: int = 0) -> bool:
-        """Take a reader in, or note that it has called. Return True if it, or the version that it uses, is new here."""
+    def join(self, key: ReaderKey, now_s: float, version: VersionKey | None = None) -> bool:
+        """Take a reader in, or note that it has called. Return True if it, or the version that it uses, is new here.
+
+        A reader that had joined an earlier catalogue brings a version of an earlier life. Its lag is that of the
+        numbers where these go on. A number beyond the newest one does not count: its name was dropped.
+        """
         new = key not in self._readers
         if new:
             self._readers[key] = Reader(key, now_s, self._newest)
         reader = self._readers[key]
         reader.seen_s = now_s
         reader.lease = TRANSITIONS.get((reader.lease, LeaseEvent.CALLED), reader.lease)
-        # A larger number is that of a name that was dropped, and published again from 1 on.
-        if version > reader.version and (not self._newest or version <= self._newest):
+        if version is not None and self._is_newer(version, reader.version):
             reader.version, new = version, True
         return new
 
-    def apply(self, key: ReaderKey, number: int, turn: int, now_s: float) -> bool:
+    def _is_newer(self, version: VersionKey, known: VersionKey) -> bool:
+        """Return True if a version that a reader has brought counts instead of the one that is known of it."""
+        if version.life == self.life and known.life != self.life:
+            return version.number > 0
+        usable = version.life == self.life or (known.life != self.life and version.number < (self._newest or math.inf))
+        return usable and version.number > known.number
+
+    def apply(self, key: ReaderKey, version: VersionKey, turn: int, now_s: float) -> bool:
         """Note that a reader uses a version, as its call of this turn says. Return True if the reader is new."""
         if key in self._departed:
             return False
         new = self.join(key, now_s)
         reader = self._readers[key]
         if turn > reader.turn:
-            reader.version, reader.turn = number, turn
+            reader.version, reader.turn = version, turn
         return new
 
     def commit(self, number: int, now_s: float) -> None:
@@ -211,13 +236,21 @@ class NamedReaders:
         """Return the readers that are waited for."""
         return [reader for reader in self._readers.values() if reader.lease is not LeaseState.EXPIRED]
 
-    def behind(self, number: int) -> list[str]:
+    def behind(self, version: VersionKey) -> list[str]:
         """Return the labels of the readers that are waited for, and have not taken this version or a later one."""
-        return [reader.key.label for reader in self.counted() if reader.version < number]
+        return [
+            reader.key.label
+            for reader in self.counted()
+            if reader.version.life != version.life or reader.version.number < version.number
+        ]
 
-    def users(self, number: int) -> list[str]:
-        """Return the labels of the readers that use a version."""
-        return [reader.key.label for reader in self._readers.values() if reader.version == number]
+    def users(self, number: int, life: str | None = None) -> list[str]:
+        """Return the labels of the readers that use a version of this number, and of this life if it is not None."""
+        return [
+            reader.key.label
+            for reader in self._readers.values()
+            if reader.version.number == number and life in (None, reader.version.life)
+        ]
 
     def infos(self, now_s: float) -> list[ReaderInfo]:
         """Return all readers as they are reported, those that are furthest behind first."""
@@ -232,4 +265,6 @@ class NamedReaders:
         too_far = self.max_lag is not None and lag > self.max_lag
         key = reader.key
         behind_s = now_s - since_s
-        return ReaderInfo(key.name, key.label, key.host, reader.version, lag, behind_s, reader.lease.value, too_far)
+        return ReaderInfo(
+            key.name, key.label, key.host, reader.version.number, lag, behind_s, reader.lease.value, too_far
+        )

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from raylane.core.listing import listed
 from raylane.errors import WeightsLayoutError
 from raylane.weights.layout import StoredLayout, have_overlap
+from raylane.weights.plan import SCALED
 from raylane.weights.regions import (
     TargetRegion,
     View,
@@ -284,6 +285,7 @@ class LoadRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Refuse conversions of which a single one to the dtype of the target gives other values."""
         lossy = [b for a, b in zip(source.casts, source.casts[1:], strict=False) if (a, b) not in EXACT]
         floats = source.casts[0].is_floating_point and dtype.is_floating_point
+        floats = floats and not str(dtype).removeprefix("torch.").startswith(SCALED)
         if (source.casts[0] != dtype and not floats) or [each for each in lossy if each != dtype]:
             chain = " -> ".join(str(each).removeprefix("torch.") for each in [*source.casts, dtype])
             raise self._failed(

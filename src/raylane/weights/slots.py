@@ -3,7 +3,7 @@
 A slot is a memfd of the host's keeper. Who may write and who reads is settled by locks on the file, which the kernel
 drops when a process dies, so a dead reader holds nothing:
 
-    0      page of the segment (its key)
+    0      page of the segment: at its end the key, at its begin 1 when the name was dropped
     4096   one word for each rank of the host: the number of the version that it has written, or 0 while it writes
     ...    the boxes of the host's part, as `layout.store` has placed them
 
@@ -13,11 +13,13 @@ drops when a process dies, so a dead reader holds nothing:
     word = 0, write its boxes, word = number    compare all words with the number it came for
     unlock                                      read, or map and keep the lock; unlock
 
-So whoever holds the lock reads the version that it came for, whole, and nobody writes to it.
+So whoever holds the lock reads the version that it came for, whole, and nobody writes to it. Locks belong to the open
+file, which a forked child shares: only the process that has opened a slot changes them.
 """
 
 from __future__ import annotations
 
+import os
 import struct
 import time
 from typing import TYPE_CHECKING, NamedTuple
@@ -25,7 +27,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from raylane.core.deadline import Deadline
 from raylane.core.filelock import READ, UNLOCK, WRITE, is_free, lock
 from raylane.core.semaphore import Segment
-from raylane.errors import WeightsTimeoutError
+from raylane.errors import WeightsLostError, WeightsTimeoutError
 
 # Only for annotations: keepers import this module, and need no torch.
 if TYPE_CHECKING:
@@ -71,6 +73,11 @@ def words_of(segment: Segment, ranks: int) -> tuple[int, ...]:
     return tuple(_WORD.unpack_from(segment.view, _word_at(i))[0] for i in range(ranks))
 
 
+def mark_dropped(segment: Segment) -> None:
+    """Note in a slot that its name was dropped, for readers that have prefetched what is in it."""
+    _WORD.pack_into(segment.view, 0, 1)
+
+
 class OpenSlot:
     """A slot of another process, mapped in this one. Not thread-safe."""
 
@@ -82,6 +89,7 @@ class OpenSlot:
         self._segment = Segment.open(path, private=private, keep_fd=True)
         self._ranks = ranks
         self._private = private
+        self._pid = os.getpid()
 
     @property
     def _fd(self) -> int:
@@ -98,14 +106,19 @@ class OpenSlot:
         """Return the number of the version that each rank has written; 0 for a rank that writes."""
         return words_of(self._segment, self._ranks)
 
+    def is_dropped(self) -> bool:
+        """Return True if the name of the version in the slot was dropped."""
+        return bool(_WORD.unpack_from(self._segment.view, 0)[0])
+
     def view(self) -> memoryview:
         """Return the part as bytes without torch."""
         return self._segment.view[data_offset(self._ranks) :]
 
-    def begin_writing(self, rank: int, deadline: Deadline, waiting: str) -> None:
+    def begin_writing(self, rank: int, deadline: Deadline, waiting: str, number: int | None = None) -> None:
         """Lock the boxes of a rank (counted within the host) when no reader holds the slot any more.
 
-        WeightsTimeoutError begins with `waiting`.
+        WeightsTimeoutError begins with `waiting`. WeightsLostError if the slot has a later version than this number: a
+        rank whose trainer was replaced must not write to what its successor has published.
         """
         at = _word_at(rank)
         while not lock(self._fd, WRITE, at, _WORD.size):
@@ -115,6 +128,11 @@ class OpenSlot:
                     "replace. Update or close the readers that map it, or publish with a larger keep"
                 )
             time.sleep(POLL_S)
+        if number is not None and max(self.numbers()) > number:
+            lock(self._fd, UNLOCK, at, _WORD.size)
+            raise WeightsLostError(
+                f"{waiting}: version {number} was given up, a later one is in its place. Publish again"
+            )
         _WORD.pack_into(self._segment.view, at, 0)
 
     def end_writing(self, rank: int, number: int) -> None:
@@ -157,11 +175,12 @@ class OpenSlot:
             self._segment.forget_writes()
 
     def release(self) -> None:
-        """Permit the ranks to write again."""
-        lock(self._fd, UNLOCK)
+        """Permit the ranks to write again. Does nothing in a forked child, whose parent holds the slot."""
+        if os.getpid() == self._pid:
+            lock(self._fd, UNLOCK)
 
     def close(self) -> None:
-        """Release all locks and close the descriptor. Tensors over the memory stay valid."""
-        if self._segment.fd is not None:
+        """Release all locks and close the descriptor. Tensors over the memory stay valid. A child closes only."""
+        if self._segment.fd is not None and os.getpid() == self._pid:
             lock(self._fd, UNLOCK)  # the file stays open, with its locks, as long as it is mapped
         self._segment.close_fd()

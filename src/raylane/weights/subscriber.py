@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import enum
 import threading
 import time
 import weakref
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,15 +15,16 @@ import ray
 import torch
 from torch.nn import Module
 
-from raylane.core.deadline import Deadline
+from raylane.core.deadline import Cancelled, Deadline
 from raylane.errors import WeightsError, WeightsInvalidError, WeightsLostError, WeightsTimeoutError
 from raylane.transport.link.endpoint import endpoint
-from raylane.weights.catalogue import GenerationKey, VersionOffer
-from raylane.weights.client import CatalogueClient
+from raylane.weights.answers import GenerationKey, VersionOffer
+from raylane.weights.arguments import check_name, whole_number
+from raylane.weights.client import CatalogueClient, cancellable, locked
 from raylane.weights.devices import PreparedCopy
 from raylane.weights.mapping import Mapping, layout_of_record
 from raylane.weights.plan import Plan, make_plans
-from raylane.weights.readers import key_of_reader
+from raylane.weights.readers import NO_VERSION, VersionKey, key_of_reader
 from raylane.weights.recording import Record
 from raylane.weights.slots import POLL_S, OpenSlot, StaleSlot
 from raylane.weights.sources import Sources
@@ -52,7 +54,7 @@ class ReaderState(enum.Enum):
     VALID = "valid"
     """One whole version."""
     INVALID = "invalid"
-    """Parts of two versions: an update broke off while it wrote."""
+    """Parts of two versions, because an update broke off while it wrote; or what `invalidate` was called for."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,9 @@ class _HeldVersion(NamedTuple):
     paths: dict[str, str]
     """Slot of each part."""
     slots: list[OpenSlot]
+    """Slots that this reader holds."""
+    read: Sequence[OpenSlot] = ()
+    """Slots that have the version."""
     prepared: Any = None
     """New memory for which the tensors are exchanged, where the version has been copied already."""
 
@@ -88,7 +93,6 @@ class Subscriber:
     """Reader of the weights of a name. Its calls exclude each other; update between two calls of the model.
 
     Attributes:
-        version: Number of the version in the reader's tensors; 0 before the first update.
         state: `ReaderState` of the tensors.
     """
 
@@ -123,10 +127,11 @@ class Subscriber:
             job: Ray job (hexadecimal id) that the weights belong to; None: that of this process.
             timeout: Seconds; None means RAYLANE_TIMEOUT_S (60 s).
         """
+        check_name(name)
         if apply not in APPLY:
             raise ValueError(f"apply must be one of {', '.join(APPLY)}, got {apply!r}")
         self.name, self.apply, self._subset = name, apply, subset
-        self.version = 0
+        self._version = NO_VERSION
         self.state = ReaderState.INITIAL
         self._tensors = model if isinstance(model, NamedTensors) else NamedTensors(model)
         if mapping is not None and places is not None:
@@ -149,7 +154,10 @@ class Subscriber:
         self._copies: dict[tuple[str, ...], PreparedCopy] = {}
         """Copies from the slots of these paths into the tensors, as long as these lie in `_memory`."""
         self._memory: tuple[list[Any], ...] = ()
+        self._taken_memory: tuple[list[Any], ...] = ()
+        """Memory in which the tensors lay after the last update."""
         self._lock = threading.RLock()  # held during an update
+        self._closed = False
         self._prefetched: _HeldVersion | None = None
         self._mapped: list[OpenSlot] = []
         """Slots in which the tensors lie; this reader holds them."""
@@ -161,11 +169,17 @@ class Subscriber:
             refuse_training(model)
 
     @property
+    def version(self) -> int:
+        """Number of the version in the reader's tensors; 0 before the first update."""
+        return self._version.number
+
+    @property
     def plan(self) -> Plan:
         """Plan of this reader: what it reads from whom. Known when all ranks of a trainer have registered."""
-        with self._lock:
+        deadline = Deadline.of_call(None)
+        with self._calling(deadline, "planned"):
             if self._plan is None:
-                self._learn(self._offer(1, Deadline.of_call(None)))
+                self._learn(self._offer(1, deadline))
             assert self._plan is not None
             return self._plan
 
@@ -185,21 +199,36 @@ class Subscriber:
         return self.wait_for(1, timeout=timeout)
 
     def wait_for(self, version: int, *, timeout: float | None = None) -> Update:
-        """Wait until a version from this number on is there, and take the newest. Errors as those of `update`."""
-        deadline, began_ns = Deadline.of_call(timeout), time.perf_counter_ns()
-        with self._lock:
+        """Wait until a version from this number on is there, and take the newest, which may be a later one.
+
+        Errors as those of `update`.
+        """
+        return self.take(version, Deadline.of_call(timeout))
+
+    def take(self, version: int, deadline: Deadline) -> Update:
+        """Do the same as `wait_for` within a deadline. Nothing is written after its cancellation."""
+        whole_number("version", version, 0)
+        began_ns = time.perf_counter_ns()
+        with self._calling(deadline, "updated"):
+            self._look_at_tensors()
             held = self._prefetched
-            if held is None or held.offer.number < version:
+            if held is None or held.offer.number < version or any(slot.is_dropped() for slot in held.read):
                 held = self._hold(version, deadline)
                 self._let_go(held)
             self._prefetched, nbytes = None, 0
             number, step = held.offer.number, held.offer.step
-            changed = number != self.version or self.state is not ReaderState.VALID
+            changed = not self._has(held.offer)
             if changed:
-                nbytes = self._apply(held)
-                self.version, self.state = number, ReaderState.VALID
+                try:
+                    with deadline.writing():
+                        nbytes = self._apply(held)
+                        self._version, self.state = held.offer.key, ReaderState.VALID
+                        self._taken_memory = self._tensors.memory()
+                except Cancelled:
+                    _release(held.slots)
+                    raise
                 self._turn += 1
-                self._catalogue.tell("applied", self._key, number, self._turn)
+                self._catalogue.tell("applied", self._key, self._version, self._turn)
                 endpoint().recorder.moved_weights("take weights", self.name, number, began_ns, nbytes)
         return Update(number, step, changed, nbytes, (time.perf_counter_ns() - began_ns) / 1e9)
 
@@ -210,14 +239,22 @@ class Subscriber:
         Until then it cannot be overwritten, which may make the trainer wait; with `swap` it is copied into new memory
         here already, and `update` only exchanges the memory. Errors as those of `update`.
         """
-        deadline = Deadline.of_call(timeout)
-        with self._lock:
+        return self.fetch(version, Deadline.of_call(timeout))
+
+    def fetch(self, version: int, deadline: Deadline) -> int:
+        """Do the same as `prefetch` within a deadline."""
+        whole_number("version", version, 0)
+        with self._calling(deadline, "prefetched"):
+            self._look_at_tensors()
             held = self._hold(version, deadline)
+            if deadline.cancellation is not None and deadline.cancellation.cancelled:
+                _release(held.slots)
+                raise Cancelled
             self._let_go(held)
             self._prefetched = held if held.slots else None
             if held.slots and self.apply == "swap":
                 try:
-                    self._prefetched = _HeldVersion(held.offer, held.paths, [], self._new_memory(held.paths))
+                    self._prefetched = held._replace(slots=[], prepared=self._new_memory(held.paths))
                 finally:
                     _release(held.slots)
             return held.offer.number
@@ -227,38 +264,81 @@ class Subscriber:
 
         The tensors are written meanwhile: await this between two calls of the model.
         """
-        return await asyncio.to_thread(self.update, timeout=timeout)
+        return await cancellable(lambda deadline: self.take(1, deadline), timeout)
 
-    def check(self) -> None:
-        """Raise WeightsInvalidError if the tensors hold no whole version. A generation loop calls this."""
+    @property
+    def pending(self) -> VersionKey | None:
+        """Version that was prefetched and not taken yet; None if there is none."""
+        held = self._prefetched
+        return None if held is None else held.offer.key
+
+    def check(self, *, initial: str = "refuse") -> None:
+        """Raise WeightsInvalidError if the tensors hold no whole version. A generation loop calls this.
+
+        `initial` is what it does before the first update: `refuse` raises, `allow` accepts the reader's own weights.
+        """
+        if initial not in ("refuse", "allow"):
+            raise ValueError(f"initial must be 'refuse' or 'allow', got {initial!r}")
         if self.state is ReaderState.INVALID:
             raise WeightsInvalidError(
-                f"an update of {self.name!r} broke off while it wrote: the tensors hold parts of two versions. Update "
-                "again before the model is used"
+                f"the tensors hold no whole version of {self.name!r}: an update broke off while it wrote, or "
+                "invalidate() was called. Update again before the model is used"
+            )
+        if self.state is ReaderState.INITIAL and initial == "refuse":
+            raise WeightsInvalidError(
+                f"the tensors hold no version of {self.name!r} yet. Update before the model is used, or accept its own "
+                "weights with check(initial='allow')"
             )
 
+    def invalidate(self) -> None:
+        """Note that the tensors lost their values, as in a sleep that drops memory: the next update loads all again."""
+        with self._calling(Deadline.of_call(None), "invalidated"):
+            self.state = ReaderState.INVALID
+            self._copies.clear()
+
     def close(self) -> None:
-        """Leave. The tensors stay as they are; but the memory of mapped ones may then be written by ranks."""
-        self._leave()
-        self._sources.close()
-        self._copies.clear()
-        self._prefetched = None
-        self._mapped.clear()
+        """Leave, after a call under way. Later updates raise WeightsError; a second call does nothing.
+
+        The tensors stay as they are; but the memory of mapped ones may then be written by ranks.
+        """
+        with locked(self._lock, Deadline.of_call(None), f"the reader of {self.name!r} cannot be closed"):
+            self._closed = True
+            self._leave()
+            self._sources.close()
+            self._copies.clear()
+            self._prefetched = None
+            self._mapped.clear()
 
     # Parts of the above
+
+    @contextlib.contextmanager
+    def _calling(self, deadline: Deadline, done: str) -> Iterator[None]:
+        """Exclude other calls; WeightsError if the reader is closed."""
+        with locked(self._lock, deadline, f"{self.name!r} cannot be {done}"):
+            if deadline.cancellation is not None and deadline.cancellation.cancelled:
+                raise Cancelled
+            if self._closed:
+                raise WeightsError(f"the reader of {self.name!r} was closed. Make a new Subscriber")
+            yield
+
+    def _look_at_tensors(self) -> None:
+        """Find the tensors anew. WeightsLayoutError if they are not those of this reader any more."""
+        self._tensors.refresh()
+        if self._version == NO_VERSION and self.apply != "copy":  # later they lie in memory of this reader
+            self._tensors.check_exchangeable()
 
     def _join(self, deadline: Deadline) -> None:
         self._catalogue.call("join", self._key, deadline=deadline)
 
     def _offer(self, at_least: int, deadline: Deadline) -> VersionOffer:
         def ask() -> VersionOffer:
-            arguments = self._key, self.version, at_least, self._generation, deadline.left_s()
+            arguments = self._key, self._version, at_least, self._generation, deadline.left_s()
             offer: VersionOffer = self._catalogue.call("offer", *arguments, deadline=deadline)
             return offer
 
         try:
             return ask()
-        except WeightsLostError:  # a new catalogue: the name comes back with its publishers
+        except WeightsLostError:  # dropped, or a new catalogue: the name comes back with its publishers
             self._join(deadline)
             self._generation = None
             return ask()
@@ -280,12 +360,17 @@ class Subscriber:
         self._copies.clear()
         self._generation = offer.generation
 
+    def _has(self, offer: VersionOffer) -> bool:
+        """Return True if the tensors hold the version of an offer."""
+        valid = offer.key == self._version and self.state is ReaderState.VALID
+        return valid and self._tensors.memory() == self._taken_memory  # else tensors were replaced
+
     def _hold(self, version: int, deadline: Deadline) -> _HeldVersion:
         """Wait for a version from this number on; hold the newest in slots of this host (none if it is in use)."""
         while True:
             offer = self._offer(version, deadline)
             self._learn(offer)
-            if offer.number == self.version and self.state is ReaderState.VALID:
+            if self._has(offer):
                 return _HeldVersion(offer, {}, [])
             slots: list[OpenSlot] = []
             try:
@@ -294,7 +379,7 @@ class Subscriber:
                     slot = self._sources.slot(part, path, offer.ranks[part])
                     slot.hold(offer.number)
                     slots.append(slot)
-                return _HeldVersion(offer, paths, slots)
+                return _HeldVersion(offer, paths, slots, tuple(slots))
             except (StaleSlot, FileNotFoundError):
                 # The version was replaced, or its keeper has died, since the offer was made.
                 _release(slots)
@@ -357,7 +442,7 @@ class Subscriber:
         memory, key = self._tensors.memory(), tuple(paths.values())
         if memory != self._memory or len(self._copies) > MOST_COPIES:
             self._copies.clear()
-            self._tensors.check()
+            self._tensors.check(meta=True)
             self._memory = memory
         if key not in self._copies:
             tensors = self._tensors.distinct()

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 import operator
+import sys
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn import Module, Parameter
 
+from raylane.core.listing import listed
 from raylane.errors import WeightsError, WeightsLayoutError
+from raylane.transport.value.leaf_memory import lacking_memory, opaque, overlaps_itself
 from raylane.weights.layout import Box, Division, HeldBox, StoredBox, StoredLayout, TensorLayout, divide
 from raylane.weights.plan import Plan
 from raylane.weights.recording import Record
@@ -54,44 +57,127 @@ class _Kind(NamedTuple):
         return f"of shape {self.own}" + ("" if self.placements is None else f" of {self.shape}, {self.placements}")
 
 
+def _inner(tensor: Any) -> torch.Tensor:
+    """Return the tensor of this process: the local part of a DTensor."""
+    inner: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return inner
+
+
 def _kind(tensor: Any) -> _Kind:
-    placements = getattr(tensor, "placements", None)
-    inner = tensor if placements is None else tensor._local_tensor
-    return _Kind(tuple(tensor.shape), tuple(inner.shape), placements)
+    return _Kind(tuple(tensor.shape), tuple(_inner(tensor).shape), getattr(tensor, "placements", None))
+
+
+Homes = dict[str, tuple[MutableMapping[str, Any], str]]
+"""Mapping and key in it, by name of the tensor."""
+WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
+"""Names of the one submodule of a wrapper (checkpoint_wrapper, offload_wrapper, torch.compile), left out of names."""
+
+
+def _homes_of(model: Any) -> Homes:
+    """Return where the tensors of a model are now. Names are those of the model without wrappers."""
+    if not isinstance(model, Module):
+        return {name: (model, name) for name in model}
+    homes: Homes = {}
+    waiting: list[tuple[str, Module]] = [("", model)]
+    while waiting:  # in the order of `named_modules`, several times as quick
+        prefix, module = waiting.pop()
+        transient = getattr(module, "_non_persistent_buffers_set", ())
+        for home in (module._parameters, module._buffers):
+            for key, tensor in home.items():
+                if tensor is not None and (home is module._parameters or key not in transient):
+                    homes[f"{prefix}{key}"] = home, key
+        is_parallel = isinstance(module, torch.nn.parallel.DistributedDataParallel)
+        children = [
+            (prefix if key in WRAPPERS or (is_parallel and key == "module") else f"{prefix}{key}.", child)
+            for key, child in module._modules.items()
+            if child is not None
+        ]
+        waiting += reversed(children)
+    return homes
+
+
+def _ties(homes: Homes) -> dict[str, str]:
+    """Return further names of tensors, and the first name of each."""
+    first_names: dict[int, str] = {}
+    firsts = {name: first_names.setdefault(id(home[key]), name) for name, (home, key) in homes.items()}
+    return {name: first for name, first in firsts.items() if name != first}
+
+
+def _check_complete(model: Module, homes: Homes) -> None:
+    """Refuse modules that keep weights where nobody finds them by the names of parameters and buffers."""
+    parallel = sys.modules.get("torch.distributed.fsdp")
+    if parallel is not None and any(isinstance(each, parallel.FullyShardedDataParallel) for each in model.modules()):
+        raise WeightsLayoutError(
+            "the model is wrapped in FullyShardedDataParallel (FSDP1), which hides its tensors. Use fully_shard "
+            "(FSDP2), or pass the dict of torch.distributed.checkpoint.state_dict.get_model_state_dict"
+        )
+    known = {id(home[key]) for home, key in homes.values()}
+    hidden = []
+    for name, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, torch.Tensor):
+            path = ".".join(part for part in name.split(".") if part not in WRAPPERS)
+            hidden += [] if id(value) in known or path in homes else [name]
+        elif isinstance(value, list | tuple) and any(isinstance(each, torch.Tensor) for each in value):
+            hidden.append(name)
+    if hidden:
+        raise WeightsLayoutError(
+            f"{len(hidden)} entries of state_dict() are no parameters or buffers, as those of quantize_dynamic: "
+            f"{listed(hidden)}. Pass a dict of plain tensors by name, or the model before it was converted"
+        )
 
 
 class NamedTensors:
     """Tensors of a module or a mapping by name, looked up anew at each use: their memory may be replaced."""
 
     def __init__(self, model: Any) -> None:
-        """TypeError if `model` is neither a module nor a mapping of tensors by name."""
-        self._homes: dict[str, tuple[MutableMapping[str, Any], str]] = {}
-        self.same: dict[str, str] = {}
-        """Further names of tensors, and the first name of each: tied weights."""
-        if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-            model = model.module
-        if isinstance(model, Module):
-            known = model.state_dict(keep_vars=True)  # leaves out buffers that are not persistent
-            for prefix, module in model.named_modules(remove_duplicate=False):
-                for home in (module._parameters, module._buffers):
-                    for key in home:
-                        name = f"{prefix}.{key}" if prefix else key
-                        if isinstance(known.get(name), torch.Tensor):
-                            self._homes[name] = (home, key)
-        elif isinstance(model, Mapping):
-            values: Any = model
-            self._homes = {name: (values, name) for name in model}
-        else:
+        """TypeError if `model` is neither a module nor a mapping of tensors by name.
+
+        WeightsLayoutError if it keeps weights elsewhere, or if a tensor is none of plain memory.
+        """
+        if not isinstance(model, Module | Mapping):
             raise TypeError(f"weights are those of a torch module or a dict of tensors by name, got {type(model)}")
-        first_names: dict[int, str] = {}
+        self._model = model
+        self._homes = _homes_of(model)
         for name, tensor in self.items():
+            if not isinstance(name, str):
+                raise TypeError(f"names of tensors are texts, got {name!r} of type {type(name).__name__}")
             if not isinstance(tensor, torch.Tensor):
                 raise TypeError(f"{name!r} is no tensor but {type(tensor).__name__}; leave it out of the dict")
-            first = first_names.setdefault(id(tensor), name)
-            if first != name:
-                self.same[name] = first
+            if (reason := opaque(_inner(tensor))) is not None:
+                raise WeightsLayoutError(f"{name!r} cannot be published or read: {reason}")
+        if isinstance(model, Module):
+            _check_complete(model, self._homes)
+        self.same = _ties(self._homes)
+        """Further names of tensors, and the first name of each: tied weights."""
         self._kinds = {name: _kind(tensor) for name, tensor in self.items()}
         """Shape and division of each tensor, on which layouts and plans rely."""
+
+    def refresh(self) -> None:
+        """Look where the tensors are now: modules and tensors may have been replaced by others of the same names.
+
+        WeightsLayoutError if names were added or removed, or if other tensors are tied now.
+        """
+        homes = _homes_of(self._model)
+        again = "Make a new publisher or subscriber"
+        if homes.keys() != self._homes.keys():
+            added, removed = homes.keys() - self._homes.keys(), self._homes.keys() - homes.keys()
+            changes = [
+                f"{text} {listed(sorted(names))}" for text, names in (("added", added), ("removed", removed)) if names
+            ]
+            raise WeightsLayoutError(
+                f"the model has other tensors than at its registration: {'; '.join(changes)}. {again}"
+            )
+        ties = _ties(homes)
+        if ties != self.same:
+            changed = sorted({*ties.items()} ^ {*self.same.items()})
+            texts = [
+                f"{name!r} {'is' if name in ties else 'is no longer'} tied to {first!r}" for name, first in changed
+            ]
+            raise WeightsLayoutError(
+                f"the model has other ties than at its registration: {'; '.join(texts[:3])}. Tie the tensors as they "
+                f"were (tie_weights()), or: {again.lower()}"
+            )
+        self._homes = homes
 
     def items(self) -> list[tuple[str, Any]]:
         """Return all names with their present tensors."""
@@ -105,9 +191,21 @@ class NamedTensors:
         """Return each tensor once, by the first of its names."""
         return {name: tensor for name, tensor in self.items() if name not in self.same}
 
-    def check(self) -> None:
-        """Raise WeightsLayoutError if a tensor has got another shape or division since this object was made."""
+    def check(self, *, meta: bool) -> None:
+        """Raise WeightsLayoutError if a tensor has another shape or division by now, or no memory.
+
+        With `meta`, for a reader, tensors on the meta device are accepted: they get memory. But elements that share
+        memory are refused then.
+        """
         for name, tensor in self.items():
+            if not isinstance(tensor, torch.Tensor):
+                raise WeightsLayoutError(f"{name!r} is no tensor any more but {type(tensor).__name__}. Bring it back")
+            inner = _inner(tensor)
+            reason = opaque(inner) if meta and inner.is_meta else lacking_memory(inner)
+            if reason is None and meta and not inner.is_contiguous() and overlaps_itself(inner):
+                reason = "its elements share memory (expand, as_strided), so it cannot be written. Pass its clone()"
+            if reason is not None:
+                raise WeightsLayoutError(f"{name!r} cannot be published or read now: {reason}")
             kind = _kind(tensor)
             if kind != self._kinds[name]:
                 raise WeightsLayoutError(
@@ -115,18 +213,38 @@ class NamedTensors:
                     "a new publisher or subscriber, or bring the tensor back (FSDP2 gathers parameters for a forward)"
                 )
 
+    def check_exchangeable(self) -> None:
+        """Raise WeightsLayoutError if other tensors see the memory of these, which an exchange would tear apart."""
+        first_of: dict[int, str] = {}
+        for name, tensor in self.distinct().items():
+            inner = _inner(tensor)
+            if inner.is_meta:
+                continue
+            cause = None
+            first = first_of.setdefault(inner.untyped_storage()._cdata, name)
+            if first != name:
+                cause = f"{first!r} lies in the same storage"
+            elif not isinstance(self._model, Module) and _has_other_users(inner):
+                cause = "other tensors lie in its storage, as those of a module whose state_dict() was passed"
+            if cause is not None:
+                raise WeightsLayoutError(
+                    f"the memory of {name!r} cannot be exchanged: {cause}, and would keep the old values. Pass the "
+                    "module itself, or subscribe with apply='copy'"
+                )
+
     def memory(self) -> tuple[list[Any], ...]:
         """Return address, shape, strides and dtype of all tensors: while they stay the same, so do views of them."""
         tensors = self.values()
         if set(map(type, tensors)) - PLAIN:
-            tensors = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
+            self.check(meta=True)  # else torch would raise errors of its own
+            tensors = [_inner(tensor) for tensor in tensors]
         return tuple(list(map(read, tensors)) for read in (torch.Tensor.data_ptr, _shape, torch.Tensor.stride, _dtype))
 
     def set_memory(self, name: str, memory: torch.Tensor) -> None:
         """Let a tensor lie in other memory of its shape and dtype. One on the meta device is replaced."""
         home, key = self._homes[name]
         tensor = home[key]
-        inner = tensor if type(tensor) in PLAIN else getattr(tensor, "_local_tensor", tensor)
+        inner = _inner(tensor)
         if not inner.is_meta:
             inner.data = memory
             return
@@ -153,6 +271,17 @@ class NamedTensors:
         """Let the tensors lie in new memory."""
         for name, memory in prepared.items():
             self.set_memory(name, memory)
+
+
+def _has_other_users(tensor: torch.Tensor) -> bool:
+    """Return True if another tensor lies in the storage of a tensor, and somebody has it."""
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    if count is None:
+        return False
+    storage, base = tensor.untyped_storage(), tensor._base
+    # `storage` is a user too. So is the base of a view, which counts if more than torch and this call refer to it.
+    users = 2 if base is None else 3
+    return bool(count(storage._cdata) > users or (base is not None and sys.getrefcount(base) > 3))
 
 
 class PublishedTensors(NamedTensors):
@@ -191,6 +320,12 @@ def layout_of(
 
     WeightsLayoutError for a DTensor of partial sums, and for a part that does not lie in its whole tensor.
     """
+    if places is not None and not callable(places):
+        if not isinstance(places, Mapping):
+            raise TypeError(f"places must be a dict of Part by name, or a function, got {places!r}")
+        unknown = [name for name in places if name not in tensors]
+        if unknown:
+            raise ValueError(f"places has no tensors of the names {listed(unknown)}; there are {listed(list(tensors))}")
     layout = {}
     for name, tensor in tensors.items():
         cast = dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype

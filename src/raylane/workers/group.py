@@ -27,6 +27,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raylane import _ray
 from raylane.core.deadline import Deadline
+from raylane.core.finalizing import finalize_here
 from raylane.errors import WorkerCallError, WorkerGroupError
 from raylane.graph.values import references
 from raylane.transport.api import put
@@ -308,7 +309,7 @@ class WorkerGroup:
     def _start(self, deadline: float) -> None:
         bundles, strategy = self._options.bundles(self.size)
         self._placement = placement_group(bundles, strategy=strategy)
-        self._dropped = weakref.finalize(self, _release, self._placement)
+        self._dropped = finalize_here(self, _release, self._placement)
         self._dropped.atexit = False  # Ray ends the placement group with the driver
         if not self._placement.wait(max(0.0, deadline - time.monotonic())):
             limit = self._options.start_timeout_s

@@ -27,16 +27,15 @@ import collections
 import ctypes
 import errno
 import itertools
-import os
 import struct
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from raylane.core import copying, handover, semaphore
 from raylane.core.deadline import Deadline
+from raylane.core.finalizing import finalize_here
 from raylane.core.handover import Region, RegionPlace
 from raylane.core.segment import segment_offsets, size_class
 from raylane.core.semaphore import SEMAPHORE_BYTES, Segment
@@ -448,15 +447,10 @@ def _watched(
     """
     memory = (ctypes.c_char * nbytes).from_buffer(segment.memory, offset)
     # Views keep `memory` alive, so its finalizer marks the end of the use.
-    end = weakref.finalize(memory, _call_in, os.getpid(), on_end, *args)
+    end = finalize_here(memory, on_end, *args)
     end.atexit = False  # at exit the kernel unmaps the segment, and other finalizers may run in any order
     view = memoryview(memory).cast("B")
     return view if writable else view.toreadonly()
-
-
-def _call_in(pid: int, function: Callable[..., object], *args: Any) -> None:
-    if os.getpid() == pid:
-        function(*args)
 
 
 def _post(segment: Segment, address: int) -> None:

@@ -257,9 +257,12 @@ def reduce_tensor(torch: Any, storages: list[tuple[int, int]], tensor: Any) -> A
         or not 0 < (nbytes := tensor.nbytes) < SMALL_TENSOR_BYTES
     ):
         raise TensorInside
-    storage = tensor.untyped_storage()
-    begin, size = storage.data_ptr(), storage.nbytes()
-    if size < nbytes:  # its memory was taken away
+    try:
+        storage = tensor.untyped_storage()
+        begin, size = storage.data_ptr(), storage.nbytes()
+    except RuntimeError:  # of a tensor that wraps others; the codec has the message
+        raise TensorInside from None
+    if size < nbytes or not begin:  # its memory was taken away, or it wraps another tensor
         raise TensorInside
     storages.append((begin, begin + size))
     return tensor_of, (pickle.PickleBuffer(bytes_at(tensor.data_ptr(), nbytes)), tensor.dtype, tuple(tensor.shape))

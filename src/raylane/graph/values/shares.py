@@ -166,29 +166,15 @@ def _array_refusal(array: Any) -> tuple[str, str] | None:
 def _tensor_refusal(tensor: Any) -> tuple[str, str] | None:
     """Return (kind, cause and remedy) of a tensor that is more than its memory, or has none; else None."""
     torch, kind = sys.modules["torch"], type(tensor)
-    # Nested tensors first: they have no shape, and other attributes raise.
-    if tensor.is_nested:
-        return "nested tensor", "it has no one shape. Return its parts, tensor.unbind()"
-    if kind not in (torch.Tensor, torch.nn.Parameter):
+    if kind not in (torch.Tensor, torch.nn.Parameter) and not tensor.is_nested:
         return (
             f"subclass {kind.__module__}.{kind.__qualname__} of torch.Tensor",
             "only the memory of a tensor travels. Return a plain tensor, such as to_local() of a DTensor",
         )
-    if tensor.layout is not torch.strided:
-        return f"tensor of the layout {_name_of(tensor.layout)}", "only dense tensors travel. Return tensor.to_dense()"
-    if tensor.is_quantized:
-        return "quantised tensor", "its scale would be lost. Return tensor.dequantize()"
-    if tensor.is_meta:
-        return "tensor on the device meta", "it has no data. Return a tensor of another device"
-    elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    needed_bytes = (tensor.storage_offset() + elements) * tensor.element_size() if tensor.numel() else 0
-    if needed_bytes > tensor.untyped_storage().nbytes():
-        return (
-            f"tensor of shape {tuple(tensor.shape)} without memory",
-            f"its storage has {tensor.untyped_storage().nbytes()} bytes of {needed_bytes} (resize_, or sharded "
-            "parameters that are not gathered now). Fill the tensor before it is returned",
-        )
-    return None
+    from raylane.transport.value.leaf_memory import lacking_memory  # here: it needs torch
+
+    lacking = lacking_memory(tensor)
+    return None if lacking is None else ("tensor without memory of its own", lacking)
 
 
 def _name_of(member: Any) -> str:

@@ -21,13 +21,13 @@ import itertools
 import logging
 import secrets
 import threading
-import weakref
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import ray
 
 from raylane.core.deadline import Deadline
+from raylane.core.finalizing import finalize_here
 from raylane.core.place import here
 from raylane.errors import QueueClosedError, QueueError, QueueLostError, QueueTimeoutError
 from raylane.rl.queue.actor import Commit, QueueActor
@@ -370,7 +370,7 @@ class TrajectoryQueue:
                 self._actor.leave.remote(number)
                 return self._member
             self._member = _QueueMember(self._actor, number, host, node, self.options.max_bytes)
-            self._member.leave = weakref.finalize(self, self._member.sender.end)
+            self._member.leave = finalize_here(self, self._member.sender.end)
             return self._member
 
     def _lease(self, tickets: list[list[ItemTicket]]) -> list[list[ItemTicket]]:

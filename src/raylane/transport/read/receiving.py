@@ -21,7 +21,14 @@ from raylane.errors import TransportUnavailableError
 from raylane.transport.read.targets import Targets
 from raylane.transport.value import codec
 from raylane.transport.value.layout import ARRAY, LeafSpec, array_dtype, itemsize_of
-from raylane.transport.value.leaf_memory import leaf_address, leaf_span, overlaps_itself, strides_bytes, tied
+from raylane.transport.value.leaf_memory import (
+    lacking_memory,
+    leaf_address,
+    leaf_span,
+    overlaps_itself,
+    strides_bytes,
+    tied,
+)
 from raylane.transport.value.parts import Part, contiguous_strides, parts_of, size_of, span_of
 
 WIDE_FACTOR = 2
@@ -153,7 +160,7 @@ def check_target(spec: LeafSpec, target: Any) -> None:
         raise ValueError(
             "into has a tensor whose elements share memory (expand, as_strided). Pass one with memory of its own"
         )
-    if type(target) in _PLAIN and (lacking := codec.lacking_memory(target)) is not None:
+    if type(target) in _PLAIN and (lacking := lacking_memory(target)) is not None:
         raise ValueError(f"into has a tensor of shape {tuple(target.shape)} without its memory: {lacking}")
 
 

@@ -39,6 +39,7 @@ from raylane.transport.value.layout import (
 )
 from raylane.transport.value.leaf_memory import (
     SPARSE_VIEW_FACTOR,
+    lacking_memory,
     leaf_address,
     leaf_span,
     overlaps_itself,
@@ -241,23 +242,6 @@ def view_in(
     dtype = like.dtype if dtype is None else dtype
     view = torch.empty(0, dtype=dtype, device=storage.device)
     return view.set_(storage, offset // dtype.itemsize, like.shape, like.stride())
-
-
-def lacking_memory(tensor: torch.Tensor) -> str | None:
-    """Return why a tensor has not the memory of all of its elements, with the remedy; None if it has.
-
-    The addresses of such a tensor may belong to other objects by now.
-    """
-    count = tensor.numel()
-    if count and not tensor.is_contiguous():
-        count = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    held = tensor.untyped_storage().nbytes()
-    if count and (tensor.storage_offset() + count) * tensor.element_size() > held:
-        return (
-            f"its storage holds {held} bytes, fewer than its elements need (untyped_storage().resize_, or sharded "
-            "parameters that are not gathered now). Fill the tensor again before"
-        )
-    return None
 
 
 def _aligned(span: Span, leaf: Any) -> Span:

@@ -26,6 +26,59 @@ def leaf_address(leaf: Any) -> int:
     return address
 
 
+def opaque(tensor: torch.Tensor) -> str | None:
+    """Return why the values of a tensor are not those of plain memory at its address, with the remedy; None if so.
+
+    Such tensors have no address, 0 as their address, or an address of something that is not their values.
+    """
+    if tensor.is_nested:
+        return "it is a nested tensor, which has no one shape. Pass its parts, tensor.unbind()"
+    if tensor.layout is not torch.strided:
+        return f"its layout is {tensor.layout}. Pass tensor.to_dense()"
+    if torch.nn.parameter.is_lazy(tensor):
+        return "its module is lazy and has no shape yet. Run the module once before"
+    if tensor.is_quantized:
+        return "it is quantised, and its scale is not in its memory. Pass dequantize(), or int_repr() and the scale"
+    if tensor.is_meta:
+        return None
+    try:
+        storage = tensor.untyped_storage()
+        # A fake tensor warns when somebody asks for its address.
+        hidden = hasattr(tensor, "fake_mode") or (
+            storage.nbytes() > 0 and tensor.numel() > 0 and not (storage.data_ptr() and tensor.data_ptr())
+        )
+    except (RuntimeError, NotImplementedError):  # torch's errors for tensors that wrap others
+        hidden = True
+    if hidden:
+        kind = type(tensor)
+        return (
+            f"it is a {kind.__module__}.{kind.__qualname__} that wraps other tensors, or none (fake tensors, "
+            "torch.func, torch.compile). Pass plain tensors, such as those that it wraps"
+        )
+    return None
+
+
+def lacking_memory(tensor: torch.Tensor) -> str | None:
+    """Return why the elements of a tensor cannot be read at its address, with the remedy; None if they can.
+
+    The one place that says so. The address of a tensor whose memory is gone may belong to other objects by now.
+    """
+    if (reason := opaque(tensor)) is not None:
+        return reason
+    if tensor.is_meta:
+        return "it is on the device meta, so it has no data. Load it to another device before"
+    count = tensor.numel()
+    if count and not tensor.is_contiguous():
+        count = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    held = tensor.untyped_storage().nbytes()
+    if count and (tensor.storage_offset() + count) * tensor.element_size() > held:
+        return (
+            f"its storage holds {held} bytes, fewer than its elements need (untyped_storage().resize_, or sharded "
+            "parameters that are not gathered now). Fill the tensor again before"
+        )
+    return None
+
+
 def strides_bytes(leaf: Any) -> tuple[int, ...]:
     """Return the strides of a tensor or array in bytes."""
     if isinstance(leaf, torch.Tensor):

@@ -9,7 +9,6 @@ the exchange of weights too, so a pass has the weights of one version.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import threading
@@ -21,6 +20,7 @@ from torch.nn import Module
 
 from raylane.core.deadline import Deadline
 from raylane.errors import WeightsTimeoutError
+from raylane.weights.client import cancellable, locked
 from raylane.weights.engines.attachment import EngineUpdate, check_pause
 from raylane.weights.mapping import Mapping
 from raylane.weights.subscriber import Subscriber
@@ -137,12 +137,15 @@ class ModuleAttachment:
                 model keeps what it has.
             WeightsLayoutError: The published tensors do not fit the model; nothing was changed.
         """
-        deadline, began_s = Deadline.of_call(timeout or self._timeout), time.perf_counter()
-        number = self._subscriber.prefetch(at_least, timeout=deadline.left_s())
+        return self._update(at_least, Deadline.of_call(timeout or self._timeout))
+
+    def _update(self, at_least: int, deadline: Deadline) -> EngineUpdate:
+        began_s = time.perf_counter()
+        number = self._subscriber.fetch(at_least, deadline)
         with self._nobody_answers(deadline) if self._pause != "keep" else contextlib.nullcontext():
             paused_s = time.perf_counter()
-            with self._step:
-                update = self._subscriber.wait_for(number, timeout=deadline.left_s())
+            with locked(self._step, deadline, f"the model was not updated to version {number} of {self.name!r}"):
+                update = self._subscriber.take(number, deadline)
             ended_s = time.perf_counter()
         return EngineUpdate(
             update.version, update.step, update.changed, update.nbytes, ended_s - paused_s, ended_s - began_s
@@ -150,7 +153,15 @@ class ModuleAttachment:
 
     async def update_async(self, *, at_least: int = 1, timeout: float | None = None) -> EngineUpdate:
         """Do the same as `update` on a thread, without blocking the event loop."""
-        return await asyncio.to_thread(self.update, at_least=at_least, timeout=timeout)
+        return await cancellable(lambda deadline: self._update(at_least, deadline), timeout or self._timeout)
+
+    def check(self, *, initial: str = "refuse") -> None:
+        """Raise WeightsInvalidError if the model holds no whole version, as `Subscriber.check`."""
+        self._subscriber.check(initial=initial)
+
+    def invalidate(self) -> None:
+        """Note that the model lost its weights, as in a sleep that drops memory: the next update loads all again."""
+        self._subscriber.invalidate()
 
     def close(self) -> None:
         """Leave; the model keeps its weights, and its own `generate`."""

@@ -99,6 +99,8 @@ class VllmReaders:
         self._is_async = hasattr(engine, "pause_generation")
         self._calls: _Calls = _AsyncCalls(engine) if self._is_async else _LlmCalls(engine)
         self._attached = False
+        self._pending_life = ""
+        """Life of the name to which the version belongs that the workers have prepared last."""
         self._updating = asyncio.Lock()  # held during an update
         if not ray.is_initialized():
             raise WeightsError("this process is not connected to Ray. Call ray.init() first")
@@ -175,8 +177,17 @@ class VllmReaders:
                     )
                 await self._calls.sleep(POLL_S)
             if len(set(numbers)) == 1:
+                self._pending_life = answers[0]["life"] or self._pending_life
                 return int(numbers[0])
             version = max(numbers)  # a version was published meanwhile, and some workers have the one before
+
+    async def invalidate_async(self) -> None:
+        """Note that the engine lost its weights, as in a sleep of level 2: the next update loads all again."""
+        raise_error(await self._call_workers("invalidate", {}))
+
+    def invalidate(self) -> None:
+        """Do the same for an `LLM`. For an `AsyncLLM`, await `invalidate_async`."""
+        run_now(self.invalidate_async())
 
     async def close_async(self) -> None:
         """Leave; the engine keeps its weights."""

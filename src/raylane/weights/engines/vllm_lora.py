@@ -144,8 +144,9 @@ class LoraAttachment(VllmReaders):
 
     async def _take(self, at_least: int, deadline: Deadline, began_s: float) -> EngineUpdate:
         # After each error the engine has the versions that it had.
+        life = self._pending_life
         number = await self._prepared_version(at_least, deadline)
-        if number < self.version:
+        if number < self.version or (self._pending_life != life and number in self._requests):
             raise WeightsError(
                 f"{self.name!r} was dropped: its versions have begun anew with {number}, and the engine has "
                 f"{self.version}. Close this attachment, and attach again"

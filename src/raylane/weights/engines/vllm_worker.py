@@ -207,17 +207,23 @@ class WorkerReader:
         assert self._preparation is not None
         if self._preparation.error is not None:
             raise self._preparation.error
-        return {"version": self._preparation.version}
+        pending = self._subscriber.pending
+        return {"version": self._preparation.version, "life": None if pending is None else pending.life}
 
     def exchange(self, _: dict[str, Any]) -> dict[str, Any]:
         """Let the model use the version that is ready, and no later one. Called between two steps."""
         assert self._preparation is not None
         number = self._preparation.version
-        if number == self._subscriber.version:  # nothing was prepared, and an update would take what came since
+        if self._subscriber.pending is None:  # nothing was prepared, and an update would take what came since
             return {"version": number, "step": self._step, "changed": False, "nbytes": 0}
         update = self._subscriber.update(timeout=0)
         self._step = update.step
         return {"version": update.version, "step": update.step, "changed": update.changed, "nbytes": update.nbytes}
+
+    def invalidate(self, _: dict[str, Any]) -> dict[str, Any]:
+        """Note that the model lost its weights: the next version is loaded, also if it is the same one."""
+        self._subscriber.invalidate()
+        return {}
 
     def close(self, _: dict[str, Any]) -> dict[str, Any]:
         """Leave; the model keeps its weights."""

@@ -1,0 +1,66 @@
+"""Answers of the catalogue to trainers, readers and commands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from raylane.weights.layout import StoredLayout
+from raylane.weights.readers import VersionKey
+from raylane.weights.slots import SlotPlace
+
+GenerationKey = tuple[str, int]
+"""Generation in messages: the life of the name, and a number."""
+
+
+@dataclass(frozen=True)
+class VersionInfo:
+    """One version, as `weights.versions` reports it."""
+
+    name: str
+    number: int
+    step: int
+    state: str
+    nbytes: int
+    hosts: tuple[str, ...]
+    """Ray's ids of the nodes that keep it."""
+    readers: tuple[str, ...]
+    """Readers that use it now."""
+    age_s: float
+    digest: str | None
+    """SHA-256 of its bytes as they are stored, in hexadecimal, if somebody has asked for it."""
+    missing_ranks: tuple[int, ...]
+    copied_bytes: dict[str, int] = field(default_factory=dict)
+    """Bytes copied between hosts so far: `dense` as whole chunks, `delta` as patches of changed elements."""
+    mismatches: int = 0
+    """Number of transfers that were repeated whole, because patches did not make the bytes of the trainer's host."""
+
+
+@dataclass(frozen=True)
+class VersionOffer:
+    """A committed version, and where each host's part of it lies."""
+
+    number: int
+    step: int
+    generation: GenerationKey
+    stored: StoredLayout | None
+    """None if the reader has the layout of this generation."""
+    ranks: dict[str, int]
+    """Number of the ranks that wrote the part of each host."""
+    path: str | None
+    """Slot with the part of the reader's own host, if it has one."""
+
+    @property
+    def key(self) -> VersionKey:
+        """Identity of the version."""
+        return VersionKey(self.generation[0], self.number)
+
+
+class WriteOrder(NamedTuple):
+    """What a rank is to write for a step, and where."""
+
+    version: VersionKey
+    place: SlotPlace
+    generation: GenerationKey
+    stored: StoredLayout | None
+    """None if the rank has the layout of this generation."""
