@@ -7,20 +7,33 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from raylane.rl.config import GrpoRunConfig
 from raylane.rl.sorting import write_sets
-from raylane.sft.data.chat import train_tokenizer
 from raylane.training.config.load import make_config
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}>{% endfor %}"
 ROW_TOKENS = 16
 
 
+def byte_tokenizer() -> Any:
+    """Return a tokenizer of 256 bytes and three special tokens: padding, start and end of a turn."""
+    special = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
+    names = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE(vocab={name: number for number, name in enumerate(names)}, merges=[]))
+    tokenizer.add_special_tokens(special)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=special[2], pad_token=special[0], clean_up_tokenization_spaces=False
+    )
+
+
 def write_model(folder: Path, *, tied: bool = False, layers: int = 2, head_dim: int = 8) -> Path:
     """Write a random model and its tokenizer as a Hugging Face folder; return its path."""
-    tokenizer = train_tokenizer(["0123456789"], 259)
+    tokenizer = byte_tokenizer()
     tokenizer.chat_template = TEMPLATE
     config = Qwen3Config(
         vocab_size=len(tokenizer),
