@@ -60,16 +60,17 @@ def left(workers: list[Any]) -> list[str]:
 
 
 @pytest.mark.usefixtures("few_descriptors")
-def test_scatter_and_gather_over_64_actors(start: Any, eventually: Eventually) -> None:
-    workers = start(64)
+@pytest.mark.parametrize("count", [24, pytest.param(64, marks=pytest.mark.matrix)])
+def test_scatter_and_gather_over_many_actors(start: Any, eventually: Eventually, count: int) -> None:
+    workers = start(count)
     with raylane.InputNode() as x:
         parts = raylane.graph.scatter(x, len(workers))
         sums = [raylane.bind(workers[i].add, part, [i]) for i, part in enumerate(parts)]
         node = raylane.bind(workers[0].echo, raylane.graph.gather(sums))
     with raylane.compile(node, timeout_s=120) as g:
         for round in range(20):
-            values = [round * 1000 + i for i in range(128)]
-            expected = [[*values[2 * i : 2 * i + 2], i] for i in range(64)]
+            values = [round * 1000 + i for i in range(2 * count)]
+            expected = [[*values[2 * i : 2 * i + 2], i] for i in range(count)]
             assert g.execute(values).get() == expected
         assert g.stats()["executions"] == {"submitted": 20, "completed": 20}
     eventually(lambda: not left(workers), within_s=30)
