@@ -36,6 +36,8 @@ FAMILIES = ("llama", "qwen2", "mistral", "gemma", "gemma2", "gemma3_text")
 FAMILY_LAYOUTS = ("tp2-pp2", "tp2-cp2")
 RING = ("tp2-pp2", "hsdp2x2", "tp2-cp2", "dp2-pp2", "dp2-cp2")
 """Layouts of four workers, each of which resumes what the one before saved."""
+SHORT_RING = ("tp2-pp2", "hsdp2x2", "dp2-cp2", "tp2-pp2")
+"""Each axis is saved once and loaded once; `make test-matrix` loads every layout on every other one."""
 ON_RAY = (("tp2", True, "off"), ("tp2-pp2", True, "required"))
 """Layout, packing and mode of the compiled graph that `make test-all` runs by actors of Ray."""
 
@@ -182,9 +184,9 @@ def test_answers_are_the_same_on_every_layout(four_ranks: Ranks, folder: Path) -
     ]
     found = {
         layout: four_ranks.run(answers, folder, changes_of(4, LAYOUTS[layout][1], packing=True), prompts)
-        for layout in ("dp4", "tp2-pp2", "tp2-cp2", "cp2-pp2")
+        for layout in ("tp2-pp2", "dp2-cp2")
     }
-    first, ended = found["dp4"][0]
+    first, ended = found["tp2-pp2"][0]
     assert [len(answer) for answer in first] == [6, 6, 6]
     assert ended[0] == []
     assert len(ended[1]) <= 2
@@ -217,11 +219,13 @@ def evaluated_from_a_folder(worker: Any, folder: Path, changes: dict[str, Any], 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", ["qwen3", "gemma", "gemma3_text"])
+@pytest.mark.parametrize(
+    ("model_type", "layouts"), [("qwen3", ("tp2", "pp2")), ("gemma", ("pp2",)), ("gemma3_text", ("tp2",))]
+)
 def test_models_start_from_the_folders_that_they_were_written_to(
-    ranks: Ranks, folder: Path, tmp_path: Path, model_type: str
+    ranks: Ranks, folder: Path, tmp_path: Path, model_type: str, layouts: tuple[str, ...]
 ) -> None:
-    for layout in ("tp2", "pp2"):
+    for layout in layouts:
         changes = changes_of(2, LAYOUTS[layout][1], packing=True, model_type=model_type)
         for before, after in ranks.run(evaluated_from_a_folder, folder, changes, str(tmp_path / layout)):
             assert abs(before - after) < 1e-5
@@ -232,9 +236,8 @@ def test_vocabularies_that_do_not_divide_equal_one_process(ranks: Ranks, folder:
     """Logits of parts of different sizes; the self-check of `setup` passes through a loss function made from logits."""
     odd = {"policy.hf_config_overrides.vocab_size": 331}
     wanted = Reference(folder, changes=odd)
-    for layout in ("tp2", "tp2-sp"):
-        changes = {**changes_of(2, LAYOUTS[layout][1], packing=True), **odd}
-        assert_equal(ranks.run(computed, folder, changes), wanted)
+    changes = {**changes_of(2, LAYOUTS["tp2-sp"][1], packing=True), **odd}
+    assert_equal(ranks.run(computed, folder, changes), wanted)
 
 
 def dtype_of_weights(worker: Any, folder: Path, changes: dict[str, Any]) -> str:
@@ -255,7 +258,7 @@ def dtype_of_weights(worker: Any, folder: Path, changes: dict[str, Any]) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["fsdp2", "tp2", "cp2", "pp2"])
+@pytest.mark.parametrize("layout", ["tp2", "pp2"])
 def test_loss_functions_get_tensors_as_they_were_sent(ranks: Ranks, folder: Path, layout: str) -> None:
     changes = {**changes_of(2, LAYOUTS[layout][1], packing=True), "policy.precision": "bfloat16"}
     assert set(ranks.run(dtype_of_weights, folder, changes)) - {""} == {"torch.float32"}
@@ -300,11 +303,11 @@ def trained_and_saved(worker: Any, folder: Path, changes: dict[str, Any], state:
 def test_checkpoints_load_around_a_ring_of_layouts(four_ranks: Ranks, folder: Path, tmp_path: Path) -> None:
     """Weights and the optimizer's averages come over, or the second loss would differ."""
     losses, start = [], None
-    for number, layout in enumerate([*RING, RING[0]]):
+    for number, layout in enumerate(SHORT_RING):
         changes, state = changes_of(4, LAYOUTS[layout][1], packing=True), str(tmp_path / f"state-{number}")
         losses.append(four_ranks.run(trained_and_saved, folder, changes, state, start)[0])
         start = state
-    expected = Reference(folder, steps=len(RING) + 1).losses
+    expected = Reference(folder, steps=len(SHORT_RING)).losses
     assert losses == pytest.approx(expected, abs=1e-5, rel=0)
 
 

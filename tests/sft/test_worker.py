@@ -437,9 +437,9 @@ def test_export_does_not_follow_links_in_the_tokenizer_cache(worker, folder, tmp
     (tmp_path / "private").write_text("a key")
     poisoned = tmp_path / "tokenizer"
     shutil.copytree(prepared.tokenizer_dir, poisoned)
-    (poisoned / "notes.txt").symlink_to(tmp_path / "private")
+    (poisoned / "added_tokens.json").symlink_to(tmp_path / "private")
     worker.vocabulary = dataclasses.replace(prepared, tokenizer_dir=poisoned)
-    with pytest.raises(CheckpointError, match=r"notes\.txt is a symbolic link"):
+    with pytest.raises(CheckpointError, match=r"added_tokens\.json is a symbolic link"):
         worker.save_hf(str(tmp_path / "hf"))
     assert not (tmp_path / "hf/notes.txt").exists()
     (tmp_path / "linked").symlink_to(prepared.tokenizer_dir)

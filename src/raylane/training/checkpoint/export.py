@@ -129,6 +129,8 @@ def write_beside(folder: Path, causal_lm: Any, companions: Companions) -> None:
     (folder / _GENERATION).write_text(generation + "\n", encoding="utf-8")
     if tokenizer_dir.is_symlink():
         raise OSError(f"{tokenizer_dir} is a symbolic link. Delete data.cache_dir and run the command again")
+    if not tokenizer_dir.is_dir():  # a pattern finds nothing there, without an error
+        raise FileNotFoundError(f"there is no tokenizer folder {tokenizer_dir}. Run the command again")
     for source in sorted({path for pattern in _TOKENIZER_FILES for path in tokenizer_dir.glob(pattern)}):
         if source.is_symlink() or not source.is_dir():
             target = folder / source.relative_to(tokenizer_dir)
