@@ -6,6 +6,7 @@ of transformers' model, so a plain Hugging Face model of the same configuration 
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 
 import torch
@@ -16,6 +17,7 @@ from raylane.errors import WeightsTimeoutError
 from raylane.training.config.policy import PolicyConfig
 from raylane.training.model.lora import adapted, base_parameters, merged_weight
 from raylane.training.model.supervised import RunModel, release_gathered
+from raylane.training.parallel.sharded import gathered
 from raylane.weights.publisher import Publisher
 
 
@@ -23,7 +25,7 @@ class PublishedWeights:
     """Publisher of this rank. Every rank of the run makes one, and all call `publish` with the same steps."""
 
     def __init__(self, model: RunModel, policy: PolicyConfig) -> None:
-        """Register this rank under `policy.publish_weights.name`. Does not wait for the other ranks.
+        """Register this rank under `policy.publish_weights.name`. Collective.
 
         FSDP2 must not have gathered weights: the parameters of the modules are then those that the optimizer updates.
         """
@@ -45,6 +47,8 @@ class PublishedWeights:
             keep=settings.keep,
             detached=settings.detached,
             timeout=settings.timeout_s,
+            # Of this setup of this run: ranks that were started again must not meet those that are still ending.
+            trainer=gathered(secrets.token_hex(8))[0],
         )
 
     def publish(self, step: int, *, again: bool = False) -> None:
