@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from raylane.errors import CheckpointError
+from raylane.training.model import hf_reader
 from raylane.training.model.hf_reader import INDEX, read_weights, weight_files
 from sft import tiny_run
 
@@ -86,6 +88,32 @@ def test_damaged_index_is_refused(tmp_path, text):
     (tmp_path / INDEX).write_text(text, encoding="utf-8")
     with pytest.raises(CheckpointError, match=r"index\.json cannot be read"):
         weight_files(tmp_path)
+
+
+def tied_llama(is_tied: bool) -> LlamaForCausalLM:
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=10, **sizes, tie_word_embeddings=is_tied))
+
+
+@pytest.mark.parametrize("difference", [0.0, 1e-3])
+def test_head_that_differs_from_a_tied_embedding_is_refused(tmp_path, monkeypatch, difference):
+    """transformers keeps both of them, and this reader dropped the head without a word."""
+    monkeypatch.setattr(hf_reader, "_COMPARED", 16, raising=False)
+    tied_llama(is_tied=True).save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    head = stored["model.embed_tokens.weight"].clone()
+    head[-1, -1] += difference
+    save_file({**stored, "lm_head.weight": head}, tmp_path / "model.safetensors", {"format": "pt"})
+    if difference:
+        with pytest.raises(CheckpointError, match=r"lm_head\.weight with other values .*tie_word_embeddings=false"):
+            read_weights(tied_llama(is_tied=True), tmp_path)
+        untied = tied_llama(is_tied=False)
+        read_weights(untied, tmp_path)
+        assert torch.equal(untied.lm_head.weight, head)
+    else:
+        tied = tied_llama(is_tied=True)
+        read_weights(tied, tmp_path)
+        assert torch.equal(tied.lm_head.weight, head)
 
 
 def test_run_beside_a_stray_file_starts_from_the_index(worker, folder, tmp_path):

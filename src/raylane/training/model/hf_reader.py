@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -38,6 +39,9 @@ _DTYPES = ("F64", "F32", "F16", "BF16")
 """Data types that are read: https://github.com/huggingface/safetensors#format"""
 _QUANTISED = ("_blocks", "_scales", ".qweight", ".weight_scale", "weight_scale_inv")
 """Ends of names that only quantised models have (MXFP4, GPTQ, compressed tensors, FP8)."""
+
+_COMPARED = 2**24
+"""Number of values of two weights that are compared at a time."""
 
 _log = logging.getLogger(__name__)
 
@@ -117,16 +121,50 @@ def _names(file: Path) -> set[str]:
 def read_weights(causal_lm: Any, folder: Path) -> None:
     """Fill the weights of a model in place from a folder, converting names, forms and data types.
 
-    CheckpointError as `weight_files`, and if weights are missing, quantised or of another shape.
+    CheckpointError as `weight_files`, and if weights are missing, quantised or of another shape, or if the folder has
+    other values for a weight that its configuration ties to another one.
     """
     weights, files = stored_weights(causal_lm), weight_files(folder)
-    sources = read_sources(causal_lm, weights, files)
+    # Names of tied weights, which are no weights of the model: the head of a model with tied embeddings.
+    ties = {name: tied_to for name, tied_to in _ties(causal_lm).items() if name not in weights and tied_to in weights}
+    sources = read_sources(causal_lm, {**weights, **{name: weights[tied_to] for name, tied_to in ties.items()}}, files)
+    tied_sources = {name: sources.pop(name) for name in ties if name in sources}
     _check_sources(type(causal_lm).__name__, folder, weights, sources, files)
     first_files = {target: min(files[name] for name in _names_of(source)) for target, source in sources.items()}
+    for name, source in tied_sources.items():
+        if ties[name] in sources:
+            _refuse_other_values(folder, files, _names_of(source)[0], _names_of(sources[ties[name]])[0])
     with _OpenFiles() as opened:
         for target in sorted(sources, key=lambda target: (first_files[target], target)):
             opened.keep_only({files[name] for name in _names_of(sources[target])})
             _read(causal_lm, weights[target], sources[target], folder, lambda name: opened.slice(files[name], name))
+
+
+def _ties(causal_lm: Any) -> dict[str, str]:
+    """Return the names of weights that the configuration ties, with the name of the weight that each is tied to."""
+    ties: dict[str, str] = getattr(causal_lm, "all_tied_weights_keys", None) or {}
+    return ties
+
+
+def _refuse_other_values(folder: Path, files: Mapping[str, Path], name: str, tied_to: str) -> None:
+    """Raise CheckpointError if two weights of a folder that should be tied have different values."""
+    with _OpenFiles() as opened:
+        first, second = opened.slice(files[name], name), opened.slice(files[tied_to], tied_to)
+        shape = first.get_shape()
+        rows = max(1, _COMPARED // max(1, math.prod(shape[1:])))
+        # In parts: two whole embeddings may take gigabytes.
+        if shape == second.get_shape() and all(
+            torch.equal(first[row : row + rows].float(), second[row : row + rows].float())
+            for row in range(0, shape[0], rows)
+        ):
+            return
+    # transformers keeps both and trains two weights; to train one of them would change the model without a word.
+    raise CheckpointError(
+        f"{folder} holds {name} with other values than {tied_to}, but its config.json has tie_word_embeddings=true, "
+        "which makes both the same weight. Set policy.hf_config_overrides.tie_word_embeddings=false to train both as "
+        f"they are stored, or remove {name} from the folder to use {tied_to} for both",
+        path=str(folder),
+    )
 
 
 def _names_of(source: WeightSources) -> list[str]:
