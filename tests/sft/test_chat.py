@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,24 @@ from raylane.training.text.tokenizer import template_text
 from sft.conversations import question, talk, tokenizer, turn
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+
+
+ANSWER = "{% generation %}BEFORE{{ m.content }} <|im_end|>AFTER{% endgeneration %}"
+ANSWERS = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}" + ANSWER + "{% else %}user {{ m.content }} {% endif %}"
+    "{% endfor %}"
+)
+
+
+def words_tokenizer():
+    """Return a tokenizer of whole words, which drops what is between them."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ("?", "user", "q1", "a1", "q2", "a2", "<|im_end|>")
+    made = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, "?"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="?", eos_token="<|im_end|>")
 
 
 def spans(conversation) -> list[str]:
@@ -212,6 +231,42 @@ def test_mask_check_accepts_a_template_that_strips_reasoning() -> None:
     encoded = chat.encode(conversation)
     assert "two and two" not in chat.decode(encoded.tokens)
     assert chat.misplaced(conversation, encoded) is None
+    assert chat.reasoning_left_out(conversation, encoded)
+    assert not tokenizer().reasoning_left_out(conversation, tokenizer().encode(conversation))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "where"),
+    [("", " ", "a span ends with it"), (" ", "", "a span begins with it"), (" ", "\n", "both")],
+)
+def test_marked_spans_survive_a_dropped_blank(before: str, after: str, where: str) -> None:
+    """Of a tokenizer that drops blanks: the learned text ran on to the end, or ended before the second answer."""
+    chat = ChatTokenizer(words_tokenizer(), ANSWERS.replace("BEFORE", before).replace("AFTER", after))
+    conversation = talk(turn("user", "q1"), turn("assistant", "a1"), turn("user", "q2"), turn("assistant", "a2"))
+    encoded = chat.encode(conversation)
+    said = [chat.decode(encoded.tokens[start:end]) for start, end in runs(encoded.supervised)]
+    assert said == ["a1 <|im_end|>", "a2 <|im_end|>"], where
+    assert chat.misplaced(conversation, encoded) is None
+
+
+def test_mask_check_sees_spans_that_run_on_or_end_early() -> None:
+    chat = ChatTokenizer(words_tokenizer(), ANSWERS.replace("BEFORE", "").replace("AFTER", ""))
+    conversation = talk(turn("user", "q1"), turn("assistant", "a1"), turn("user", "q2"), turn("assistant", "a2"))
+    encoded = chat.encode(conversation)
+    (first, _), (_, last) = runs(encoded.supervised)
+    runs_on, ends_early = encoded.supervised.copy(), encoded.supervised.copy()
+    runs_on[first:last] = True
+    ends_early[last - 3 :] = False
+    assert "did not write: 'q2'" in (chat.misplaced(conversation, replace(encoded, supervised=runs_on)) or "")
+    assert "the assistant wrote: 'a2'" in (chat.misplaced(conversation, replace(encoded, supervised=ends_early)) or "")
+
+
+def test_blocks_that_mark_one_message_are_one_span() -> None:
+    halves = "{% generation %}{{ m.content }}{% endgeneration %}{% generation %}<|im_end|>{% endgeneration %}"
+    chat = ChatTokenizer(words_tokenizer(), ANSWERS.replace(ANSWER, halves))
+    answers = turn("assistant", "a1", weight=0), turn("assistant", "a2")
+    encoded = chat.encode(talk(turn("user", "q1"), answers[0], turn("user", "q2"), answers[1]))
+    assert [chat.decode(encoded.tokens[start:end]) for start, end in runs(encoded.supervised)] == ["a2 <|im_end|>"]
 
 
 @pytest.mark.parametrize(

@@ -229,6 +229,22 @@ def test_a_clean_set_gives_no_warnings(tmp_path: Path) -> None:
     assert warnings(prepare(run), run) == []
 
 
+def test_keys_that_nothing_reads_are_named_once(tmp_path: Path) -> None:
+    """`role` and `emphasis` are read by a template; descriptions and `data.ignore_keys` are not named."""
+    template = chatml_template() + "{% if messages[0].emphasis %}!{% endif %}"
+    (tmp_path / "t.jinja").write_text(template)
+    lines = [{**question(seed), "votes": 1, "quality": 2, "id": seed} for seed in range(6)]
+    for line in lines:
+        line["messages"][0].update(emphasis=0, colour="red")
+    tokens = {"tokenizer": {"chat_template": str(tmp_path / "t.jinja")}}
+    run = made(tmp_path, lines, policy=tokens, data={"ignore_keys": ["votes"], "validation_fraction": 0.4})
+    named = [line for line in warnings(prepare(run), run) if "nothing reads" in line]
+    assert named == [
+        "train: nothing reads messages[].colour, quality (columns of rows, keys of messages). If these hold nothing to "
+        "learn from, name them in data.ignore_keys"
+    ]
+
+
 def test_every_count_that_means_a_loss_has_a_warning() -> None:
     counts = DataCounts(conversations=9, truncated=1, dropped=1, emptied=1, unsupervised=1, control_tokens=1, turns=2)
     counts.also_in_train = 1
@@ -265,7 +281,10 @@ def test_reasoning_left_out_by_the_template_is_warned_of(tmp_path: Path, caplog)
     (tmp_path / "t.jinja").write_text(chatml_template().replace("message.reasoning_content %}", "false %}"))
     line = {"messages": [turn("user", "a?"), turn("assistant", "b", reasoning="because of c")]}
     prepare(made(tmp_path, [line], policy={"tokenizer": {"chat_template": str(tmp_path / "t.jinja")}}))
-    assert "1 conversations have reasoning (reasoning_content) that the chat template does not include" in caplog.text
+    assert (
+        "1 conversations have reasoning (reasoning_content, or <think> in a content) that the chat template"
+        in caplog.text
+    )
 
 
 def test_turns_cut_to_nothing_are_not_called_unsupervised(tmp_path: Path) -> None:

@@ -254,6 +254,70 @@ def test_empty_answers_of_pairs_are_refused() -> None:
     assert talk(turn("user", "a"), turn("assistant", "")).messages[1]["content"] == ""
 
 
-def test_train_false_makes_a_message_context() -> None:
-    parsed = talk(turn("user", "x"), turn("assistant", "a", train=False), turn("assistant", "b", train=True))
-    assert parsed.weights == (False, True)
+@pytest.mark.parametrize("key", ["weight", "train", "training", "trainable", "loss", "loss_mask", "loss_weight"])
+@pytest.mark.parametrize("off", [0, False, 0.0])
+def test_switch_that_is_off_makes_a_message_context(key: str, off: Any) -> None:
+    marks = ({key: off}, {key: 1}, {key: None}, {})
+    parsed = talk(turn("user", "x"), *(turn("assistant", "a", **mark) for mark in marks))
+    assert parsed.weights == (False, True, True, True)
+    assert all(key not in message for message in parsed.messages)
+    share = [{"from": "human", "value": "x"}, {"from": "gpt", "value": "a", key: off}, {"from": "gpt", "value": "b"}]
+    assert conversation_of({"conversations": share}, "f:1").weights == (False, True)
+
+
+def test_null_mark_does_not_hide_another() -> None:
+    """Parquet has a null for each key that another row has."""
+    parsed = talk(turn("user", "x"), turn("assistant", "a", weight=None, train=False, train_detail=[]))
+    assert parsed.weights == (False,)
+
+
+PARTS = [{"begin_offset": 0, "end_offset": 3, "train": False}]
+
+
+@pytest.mark.parametrize(
+    ("mark", "words"),
+    [
+        ({"train_detail": PARTS}, "'train_detail' says which parts of a text are learned"),
+        ({"training_detail": PARTS}, "'training_detail' says which parts"),
+        ({"mask": 1}, "'mask'=1 means in some programs that a message is learned"),
+        ({"loss": "no"}, "loss must be 0 .* got 'no'"),
+        ({"loss_mask": [0, 1]}, r"loss_mask must be 0 .* got \[0, 1\]"),
+        ({"weight": 1, "train": False}, "the marks train=False, weight=1 contradict each other"),
+    ],
+)
+def test_mark_that_cannot_be_honoured_is_refused(mark: dict[str, Any], words: str) -> None:
+    with pytest.raises(DataError, match=f"talk.jsonl:1, message 1: {words}"):
+        talk(turn("user", "x"), turn("assistant", "answer", **mark))
+
+
+def test_mark_that_asks_to_learn_another_role_is_refused() -> None:
+    with pytest.raises(DataError, match="message 0: train=True asks to learn a message of role 'user'"):
+        talk(turn("user", "x", train=True), turn("assistant", "a"))
+    assert talk(turn("user", "x", train=False, loss=0), turn("assistant", "a")).weights == (True,)
+    prompt = [turn("user", "x"), turn("assistant", "a", weight=1), turn("user", "y")]
+    with pytest.raises(DataError, match=r"message 1: .* messages of 'prompt' are context"):
+        conversation_of({"prompt": prompt, "completion": [turn("assistant", "b")]}, "f:1")
+
+
+@pytest.mark.parametrize("row", [question(1), {"question": "a", "answer": "b"}, {"text": "a b"}])
+@pytest.mark.parametrize(("key", "value"), [("weight", 0), ("train", False), ("loss_mask", [0, 1]), ("loss", 2.31)])
+def test_mark_of_a_row_is_refused_by_name(row: dict[str, Any], key: str, value: Any) -> None:
+    with pytest.raises(DataError, match=rf"f:1: '{key}'=.* beside the messages .* data\.ignore_keys=\[{key}\]"):
+        conversation_of({**row, key: value}, "f:1")
+    assert conversation_of({**row, key: value}, "f:1", ColumnKeys(), [key])
+    assert conversation_of({**row, "weight": 1, "train": True, "loss": None, "mask": "User"}, "f:1")
+
+
+def test_columns_and_keys_that_nothing_reads_are_named() -> None:
+    row = {"messages": [turn("user", "x", name="Ann", emphasis=2), turn("assistant", "a", id="7", loss=1)]}
+    parsed = conversation_of(
+        {**row, "id": 3, "votes": 4, "quality": "high", "weight": 1}, "f:1", ColumnKeys(), ["votes"]
+    )
+    assert (parsed.unread_columns, parsed.further_keys) == (("quality",), {"emphasis"})
+
+
+@pytest.mark.parametrize("arguments", [None, "", "  ", "null", "{}", {}])
+def test_call_without_arguments_has_an_empty_object(arguments: Any) -> None:
+    calls = [{"function": {"name": "f", "arguments": arguments}}, {"function": {"name": "f"}}]
+    parsed = talk(turn("user", "?"), turn("assistant", None, tool_calls=calls))
+    assert [call["function"]["arguments"] for call in parsed.messages[1]["tool_calls"]] == [{}, {}]

@@ -125,8 +125,9 @@ class DataConfig(Section):
     output_key: str | None = None
     """Key of the assistant's text in lines without messages_key. Needs input_key."""
     ignore_keys: tuple[str, ...] = ()
-    """Keys of rows whose text may be left out. Without them a row is refused if it holds a text that no message has,
-    e.g. a context beside a question. Not in NeMo-RL."""
+    """Keys of rows that hold nothing to learn from. Without them a row is refused if it holds a text that no message
+    has, e.g. a context beside a question, or a column named as a mark, e.g. loss; keys that nothing reads are named in
+    a warning. Not in NeMo-RL."""
 
     @model_validator(mode="after")
     def _keys_that_fit(self) -> DataConfig:

@@ -1,15 +1,16 @@
 """Conversion of conversations to tokens, with a mask of the tokens that the model is trained on.
 
-The mask comes from the `{% generation %}` spans of the chat template, through transformers'
-`return_assistant_tokens_mask`; for templates without such marks, from renderings of the conversation up to each answer
-(`spans`), or from the marks of a training version of the template (`training_templates`). This module checks that spans
-contain an end-of-turn token, and that they cover exactly what the assistant wrote. transformers is imported when first
-needed. Called by `prepare`, `audit` and the command line; knows nothing of data files.
+The mask comes from the `{% generation %}` spans of the chat template; for templates without such marks, from renderings
+of the conversation up to each answer (`spans`), or from the marks of a training version of the template
+(`training_templates`). Both give spans of characters, and one rule makes them spans of tokens. This module checks that
+spans contain an end-of-turn token, and that they cover exactly what the assistant wrote. transformers is imported when
+first needed. Called by `prepare`, `audit` and the command line; knows nothing of data files.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,7 @@ from raylane.sft.data.spans import (
 )
 from raylane.sft.data.training_templates import training_version
 from raylane.training.config.policy import TokenizerConfig
-from raylane.training.text.messages import Conversation
+from raylane.training.text.messages import REASONING, Conversation
 from raylane.training.text.tokenizer import (
     check_template_kwargs,
     folder_end_ids,
@@ -41,10 +42,6 @@ from raylane.training.text.tokenizer import (
 )
 
 START, END, PAD = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
-_REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Keys of a message under which chat templates of transformers 5 find its reasoning (chat_template_utils)."""
-
-
 _TokensAndSpans = tuple[np.ndarray, list[tuple[int, int]]]
 
 
@@ -91,6 +88,14 @@ def runs(mask: np.ndarray) -> list[tuple[int, int]]:
     """Return [start, end) of each uninterrupted run of True in a bool [n]."""
     edges = np.flatnonzero(np.diff(np.concatenate(([False], mask, [False])).astype(np.int8)))
     return [(int(start), int(end)) for start, end in zip(edges[::2], edges[1::2], strict=True)]
+
+
+def _mask(num_tokens: int, spans: Iterable[tuple[int, int]]) -> np.ndarray:
+    """Return a bool [num_tokens] that is True within the spans [start, end)."""
+    mask = np.zeros(num_tokens, dtype=np.bool_)
+    for start, end in spans:
+        mask[start:end] = True
+    return mask
 
 
 class ChatTokenizer:
@@ -180,9 +185,7 @@ class ChatTokenizer:
                     "the weights, or use a template with one span per message"
                 )
             spans = [span for span, weight in zip(spans, conversation.weights, strict=True) if weight]
-        supervised = np.zeros(len(tokens), dtype=np.bool_)
-        for start, end in spans:
-            supervised[start:end] = True
+        supervised = _mask(len(tokens), spans)
         ends = np.any([tokens == token for token in self.end_ids], axis=0)  # faster than np.isin for a few of them
         ended = sum(bool(ends[start:end].any()) for start, end in spans)
         if supervised.size:
@@ -194,16 +197,20 @@ class ChatTokenizer:
 
     def _marked(self, conversation: Conversation) -> _TokensAndSpans:
         """Return the tokens, and the spans of them that the marks of the template say."""
-        out = self.hf.apply_chat_template(
-            list(conversation.messages),
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        # Not `apply_chat_template`, whose mask (5.23) is wrong for tokenizers that drop blanks: a span whose last
+        # character has no token runs to the end of the row, and one whose first has none ends the search for spans.
+        (text,), (parts,) = render_jinja_template(
+            [list(conversation.messages)],
             chat_template=self._template,
-            tokenize=True,
-            return_dict=True,
             return_assistant_tokens_mask=True,
-            **self._template_options(conversation),
+            **{**self.hf.special_tokens_map, **self._template_options(conversation)},
         )
-        tokens = np.asarray(out["input_ids"], dtype=np.int32)
-        spans = runs(np.asarray(out["assistant_masks"], dtype=np.bool_))
+        tokens, spans = self._spans_of_tokens(text, parts)
+        # Templates may mark one message in several blocks, which then touch each other.
+        if len(spans) != len(conversation.weights):
+            spans = runs(_mask(len(tokens), spans))
         # A user who writes marks may change texts on purpose. Ours must refuse what the search refuses.
         if self._template != self.hf.chat_template:
             numbered = [pair for pair in enumerate(conversation.messages) if pair[1]["role"] == "assistant"]
@@ -226,15 +233,23 @@ class ChatTokenizer:
             return text
 
         text, parts = assistant_spans(render, conversation.messages, self._end_tokens, self._specials)
+        return self._spans_of_tokens(text, parts)
+
+    def _spans_of_tokens(self, text: str, parts: Sequence[tuple[int, int]]) -> _TokensAndSpans:
+        """Return the tokens of a rendered text, and the span of tokens of each span of characters; (0, 0) for none."""
         # The template writes the special tokens itself.
         out = self.hf(text, add_special_tokens=False, return_offsets_mapping=True)
         begins, ends = np.asarray(out["offset_mapping"], dtype=np.int64).reshape(-1, 2).T
         spans = []
         for start, end in parts:
-            # A token that begins before the span and ends in it counts too, as with marks.
+            # A token that begins before the span and ends in it counts too. Characters without a token are passed over.
             inside = np.flatnonzero((ends > start) & (begins < end))
             spans.append((int(inside[0]), int(inside[-1]) + 1) if inside.size else (0, 0))
         return np.asarray(out["input_ids"], dtype=np.int32), spans
+
+    def reads(self, key: str) -> bool:
+        """Return True if the chat template names this key of a message."""
+        return re.search(rf"(?<!\w){re.escape(key)}(?!\w)", self._template) is not None
 
     def question(self, text: str) -> list[int]:
         """Return the tokens of one message of the user, and of what the template puts before the answer to it."""
@@ -275,12 +290,25 @@ class ChatTokenizer:
             for part in (text[:20], text[-20:]):
                 if len(part) >= 16 and part in supervised_text and part not in assistant_text:
                     return f"the loss would include what the assistant did not write: {part!r}"
+        # After an end token stands the next message, whose text counts however short it is.
+        following = self._after_end(encoded)
+        for text in filter(None, others):
+            if text in following and text not in assistant_text:
+                return f"the loss would include what the assistant did not write: {text[:60]!r}"
         weighted = zip(assistant, conversation.weights, strict=True)
         trained = [message["content"].strip() for message, weight in weighted if weight]
-        missing = [text for text in trained if not self._contains(text, supervised_text)]
-        if trained and len(missing) == len(trained):
-            return f"the loss would not include what the assistant wrote: {missing[0][:60]!r}"
+        # A template may leave earlier answers out of the loss, but not the last one.
+        if trained and not self._contains(trained[-1], supervised_text):
+            return f"the loss would not include what the assistant wrote: {trained[-1][:60]!r}"
         return None
+
+    def _after_end(self, encoded: Encoded) -> str:
+        """Return the supervised text that follows an end token without a break."""
+        parts = []
+        for start, end in runs(encoded.supervised):
+            ends = [index for index in range(start, end) if int(encoded.tokens[index]) in self.end_ids]
+            parts.append(self.decode(encoded.tokens[ends[0] + 1 : end]) if ends else "")
+        return "\n".join(parts)
 
     def _contains(self, text: str, supervised_text: str) -> bool:
         """Return True if `supervised_text` contains this text, also if normalised or without its <think> parts.
@@ -301,14 +329,21 @@ class ChatTokenizer:
         return back
 
     def reasoning_left_out(self, conversation: Conversation, encoded: Encoded) -> bool:
-        """Return True if an assistant message has reasoning that the template did not include."""
+        """Return True if an assistant message has reasoning that the template did not include.
+
+        Reasoning stands in a key of its own, or as <think> within the content.
+        """
         reasoned = [
-            message for message in conversation.messages if message["role"] == "assistant" and _reasoning(message)
+            text
+            for message in conversation.messages
+            if message["role"] == "assistant"
+            for text in (_reasoning(message), *map(_inner, THINK.findall(message["content"])))
+            if text
         ]
         if not reasoned:
             return False
         text = self.decode(encoded.tokens)
-        return any(not self._contains(_reasoning(message), text) for message in reasoned)
+        return any(not self._contains(part, text) for part in reasoned)
 
     def save(self, folder: Path) -> None:
         """Write the tokenizer as a Hugging Face folder, with its own template and not the training version of it.
@@ -335,8 +370,13 @@ def _fault(template: Any) -> str | None:
 
 
 def _reasoning(message: dict[str, Any]) -> str:
-    reasoning = next((message[key] for key in _REASONING if message.get(key)), "")
+    reasoning = next((message[key] for key in REASONING if message.get(key)), "")
     return reasoning.strip() if isinstance(reasoning, str) else ""
+
+
+def _inner(think: str) -> str:
+    """Return the reasoning between <think> and </think>."""
+    return think.removeprefix("<think>").removesuffix("</think>").strip()
 
 
 def _texts_in(value: Any) -> list[str]:

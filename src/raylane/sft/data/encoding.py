@@ -88,6 +88,8 @@ class _Document:
     counts: dict[str, int] = field(default_factory=dict)
     problem: str | None = None
     """Why the row was skipped."""
+    unread: str | None = None
+    """Columns of the row and keys of its messages that nothing reads, one a line."""
 
 
 @dataclass(frozen=True)
@@ -212,7 +214,11 @@ class RowEncoder:
             ),
             "layout": FORMATS.index(conversation.layout),
         }
-        head = _Document(row, conversation.digest(), counts=counts)
+        further = {
+            f"messages[].{key}" for key in conversation.further_keys - {*data.ignore_keys} if not tokenizer.reads(key)
+        }
+        unread = "\n".join([*conversation.unread_columns, *sorted(further)])
+        head = _Document(row, conversation.digest(), counts=counts, unread=unread or None)
         if not encoded.supervised.any():
             if not data.allow_unsupervised:
                 roles = ", ".join(message["role"] for message in conversation.messages)
@@ -268,6 +274,7 @@ def _table(documents: Sequence[_Document]) -> Any:
             "row": pa.array([document.row for document in documents], pa.int64()),
             "digest": pa.array(np.array([document.digest for document in documents], np.uint64)),
             "problem": pa.array([document.problem for document in documents], pa.string()),
+            "unread": pa.array([document.unread for document in documents], pa.string()),
             **{name: pa.array([document.counts.get(name, 0) for document in documents], pa.int32()) for name in COUNTS},
         }
     )

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # Part of every cache key: increase it when a change of the code makes other documents from the same input.
-FORMAT = 7
+FORMAT = 8
 ROWS_PER_PROCESS = 20_000
 """Rows from which another process is started, if `data.num_proc` leaves the number open."""
 MOST_PROCESSES = 8
@@ -228,6 +228,11 @@ class _EncodedSource:
         for name in {*COUNTS} & {*counts.__dict__}:
             setattr(counts, name, getattr(counts, name) + int(columns[name].sum(where=lines)))
 
+    def unread(self) -> set[str]:
+        """Return the names of columns and of keys of messages that nothing reads."""
+        texts = self.documents.data.column("unread").drop_null().unique().to_pylist()
+        return {name for text in texts for name in text.split("\n")}
+
     def kind(self) -> str:
         """Return the kind of the files, and the layouts of their rows."""
         layouts = self.columns["layout"][self.columns["conversations"] > 0]
@@ -301,6 +306,7 @@ class _Sets:
             source.count(lines, counts)
             counts.longest = max(counts.longest, int(source.columns["length"][lines].max(initial=0)))
             kept.append(source.documents.select(np.flatnonzero(lines & (source.columns["kept_tokens"] > 0))))
+            counts.unread = sorted({*counts.unread, *source.unread()})
         known = np.unique(_digests(self._parts("train")))
         if name == "train":
             counts.repeated = counts.conversations - len(known)

@@ -49,6 +49,7 @@ class DataCounts(FileCounts):
     empty_answers: int = 0  # messages of the assistant that say nothing and call nothing
     skipped: int = 0  # rows left out because they cannot be used
     longest: int = 0  # tokens of the longest conversation, before cutting
+    unread: list[str] = field(default_factory=list)  # names of columns and of keys of messages that nothing reads
 
     @property
     def supervised_percent(self) -> float:
@@ -87,6 +88,8 @@ class PreparedData(Vocabulary):
 NOT_CONFIGURED = ("prepared", "train_weights")
 """Keys of the configuration in a checkpoint that are not keys of `RunConfig`: hash of the data, weights of files."""
 
+_SHOWN_KEYS = 10
+
 PREPARED: TypeAdapter[PreparedData] = TypeAdapter(PreparedData)
 """Conversion of `PreparedData` to JSON and back; unknown counts are ignored."""
 
@@ -105,7 +108,7 @@ def read_prepared(done: Path) -> PreparedData:
 def warnings(prepared: PreparedData, config: RunConfig) -> list[str]:
     """Return sentences about the data that a user should know before training. Pure."""
     limit = config.policy.max_total_sequence_length
-    texts = []
+    texts, named = [], set[str]()
     for name, c in prepared.report.items():
         of_all = f"of {c.conversations} conversations"
         counted = {
@@ -120,11 +123,18 @@ def warnings(prepared: PreparedData, config: RunConfig) -> list[str]:
             ),
             f"{c.control_tokens} conversations contain special tokens as text": c.control_tokens,
             f"{c.repeated} {of_all} repeat an earlier one and are trained on too": c.repeated,
-            f"{c.reasoning_left_out} conversations have reasoning (reasoning_content) that the chat template does not "
-            "include, so it is not learned": c.reasoning_left_out,
+            f"{c.reasoning_left_out} conversations have reasoning (reasoning_content, or <think> in a content) that "
+            "the chat template does not include, so it is not learned": c.reasoning_left_out,
             f"{c.empty_answers} answers are empty, which teaches the model to end at once": c.empty_answers,
             f"{c.skipped} rows cannot be used and are left out (data.on_bad_row=skip)": c.skipped,
             f"{c.also_in_train} {of_all} are also in the training data": c.also_in_train,
         }
         texts += [f"{name}: {text}" for text, count in counted.items() if count > 0]
+        if unread := [key for key in c.unread if key not in named]:
+            shown = ", ".join(unread[:_SHOWN_KEYS]) + ", ..." * (len(unread) > _SHOWN_KEYS)
+            texts.append(
+                f"{name}: nothing reads {shown} (columns of rows, keys of messages). If these hold nothing to learn "
+                "from, name them in data.ignore_keys"
+            )
+            named.update(unread)
     return texts

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from raylane.errors import DataError
+from raylane.training.text.marks import is_learned
 
 MESSAGES, SHAREGPT, COMPLETION, PAIR, ALPACA, TEXT = (
     "messages",
@@ -162,13 +163,22 @@ def _as_completion(row: Mapping[str, Any], where: str) -> FormattedRow:
     used = frozenset({"prompt", "completion", "tools", "functions"})
     if isinstance(prompt, list) and isinstance(completion, list):
         # Only the completion is learned.
-        context = [
-            {**message, "weight": 0} if isinstance(message, dict) and message.get("role") == "assistant" else message
-            for message in prompt
-        ]
+        context = [_context(message, f"{where}, message {index}") for index, message in enumerate(prompt)]
         return FormattedRow(COMPLETION, used, [*context, *completion])
     texts = _text(row, "prompt", where), _text(row, "completion", where)
     return FormattedRow(COMPLETION, used, _question_and_answer(*texts))
+
+
+def _context(message: Any, where: str) -> Any:
+    """Return a message of a prompt, which is not learned if it is one of the assistant."""
+    if not isinstance(message, dict) or message.get("role") != "assistant":
+        return message
+    if is_learned(message, where):
+        raise DataError(
+            f"{where}: the mark of this message asks to learn it, but messages of 'prompt' are context. Move it into "
+            "'completion', or write all messages as 'messages'"
+        )
+    return {**message, "weight": 0}
 
 
 def _alpaca(answer: str) -> Callable[[Mapping[str, Any], str], FormattedRow]:

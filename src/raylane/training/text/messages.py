@@ -2,9 +2,9 @@
 
 A row holds OpenAI-style messages, or what `formats` makes messages of, and optional `tools`: roles system, user,
 assistant and tool; several turns; `content` as text or a list of text parts; `tool_calls` whose arguments may be a JSON
-string; `weight: 0` on an assistant message that is context only. Anything unusable raises DataError with file and line,
-also a further text in a row that no message has; nothing is skipped silently. Knows nothing of files and of tokens.
-Called by `encoding`.
+string; `weight: 0`, or another mark of `marks`, on an assistant message that is context only. Anything unusable raises
+DataError with file and line, also a further text in a row that no message has; nothing is skipped silently. Knows
+nothing of files and of tokens. Called by `encoding`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 from raylane.errors import DataError
 from raylane.training.text.formats import ALPACA, COMPLETION, PAIR, TEXT, ColumnKeys, formatted
+from raylane.training.text.marks import MARKS, is_learned, refuse_row_marks
 
 # JSON can hold half of a surrogate pair (a character above U+FFFF). Half a pair is no text, and tokenizers refuse it.
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -43,6 +44,10 @@ _DESCRIPTIVE = {
     *("url", "date", "timestamp", "tags", "difficulty", "score", "comment", "note"),
 }
 """Keys of a line whose text describes the conversation and is no part of it."""
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Keys of a message under which chat templates of transformers 5 find its reasoning (chat_template_utils)."""
+_READ = {"role", "content", "tool_calls", "tool_call_id", "name", *REASONING}
+"""Keys of a message that conversion, or the usual template, reads."""
 _USUAL = ColumnKeys()
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
@@ -57,6 +62,12 @@ class Conversation:
     weights: tuple[bool, ...]  # for each assistant message, in order: True if it is trained on
     text: str | None = None  # of a row of plain text, which has no messages and is learned as it is
     layout: str = "messages"  # one of `formats.FORMATS`
+    unread_columns: tuple[str, ...] = ()  # of the row: no part of the conversation, and no usual description of it
+
+    @property
+    def further_keys(self) -> set[str]:
+        """Keys of messages that are neither read here nor usual descriptions; a template may read them."""
+        return {key for message in self.messages for key in message} - _READ - _DESCRIPTIVE
 
     def with_prompt(self, prompt: str) -> Conversation:
         """Return the conversation with the user's first message in the place of {} in `prompt`."""
@@ -105,29 +116,29 @@ def conversation_of(
     record = _with_lists(record, (keys.messages, "conversations", "tools"), where)
     row = formatted(record, keys, where)
     rest = {key: value for key, value in record.items() if key not in row.used and key not in ignore_keys}
+    refuse_row_marks(rest, where)
+    unread = tuple(sorted(key for key in rest.keys() - MARKS if key.lower() not in _DESCRIPTIVE))
     if row.text is not None:
         _refuse_unused(rest, [("assistant", row.text)], False, where)
-        return Conversation(where, (), None, (), row.text, TEXT)
+        return Conversation(where, (), None, (), row.text, TEXT, unread)
     messages = row.messages
     if not isinstance(messages, list) or not messages:
         raise DataError(f"{where}: {keys.messages!r} must be a list of at least one message")
     parsed = tuple(_message(message, f"{where}, message {index}") for index, message in enumerate(messages))
-    weights: list[bool] = []
-    for index, (raw, message) in enumerate(zip(messages, parsed, strict=True)):
-        if message["role"] == "assistant":
-            # Axolotl writes `train: false` for the same.
-            weight = raw.get("weight", raw.get("train"))
-            if weight not in (None, 0, 1):
-                text = "weight must be 0 (context only) or 1 (trained on)"
-                raise DataError(f"{where}, message {index}: {text}, got {weight!r}")
-            weights.append(weight != 0)
+    learned = [
+        is_learned({**raw, "role": message["role"]}, f"{where}, message {index}")
+        for index, (raw, message) in enumerate(zip(messages, parsed, strict=True))
+    ]
+    weights = [
+        mark is not False for mark, message in zip(learned, parsed, strict=True) if message["role"] == "assistant"
+    ]
     texts = [(message["role"], message["content"]) for message in parsed]
     is_pair = row.layout in (PAIR, ALPACA, COMPLETION)
     _refuse_unused(rest, texts, is_pair, where)
     # A cell that is missing is empty in CSV, and an empty answer teaches to end at once.
     if is_pair and not parsed[-1]["content"].strip() and "tool_calls" not in parsed[-1]:
         raise DataError(f"{where}: the answer is empty. Correct or remove the row, or set data.on_bad_row=skip")
-    return Conversation(where, parsed, _tools(record, where), tuple(weights), layout=row.layout)
+    return Conversation(where, parsed, _tools(record, where), tuple(weights), None, row.layout, unread)
 
 
 def prompt_of(record: Mapping[str, Any], key: str, where: str) -> Conversation:
@@ -256,7 +267,7 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         raise DataError(f"{where}: unknown role {message.get('role')!r}; {hint}")
     # Templates may read further keys (name, tool_call_id, reasoning_content), so they stay. A key with the value null
     # is removed, because it means the same as an absent key.
-    parsed = {key: value for key, value in message.items() if value is not None and key not in ("weight", "train")}
+    parsed = {key: value for key, value in message.items() if value is not None and key not in MARKS}
     parsed["role"] = role
     if media := next((key for key in _MEDIA if message.get(key)), None):
         raise DataError(f"{where}: {media!r} is no text, and only text can be trained on. Leave it out")
@@ -292,13 +303,17 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise DataError(f'{where}: must look like {{"function": {{"name": ..., "arguments": ...}}}}')
-    arguments = function.get("arguments", {})
-    if isinstance(arguments, str):  # the OpenAI format has a JSON string, chat templates expect the object
+    arguments = function.get("arguments")
+    if isinstance(arguments, str) and arguments.strip():
+        # The OpenAI format has a JSON string, chat templates expect the object.
         try:
             arguments = json.loads(arguments, object_pairs_hook=without_repeats)
         except (ValueError, RecursionError) as error:
             raise DataError(f"{where}: the arguments of {function['name']!r} are not JSON ({error})") from error
         refuse_deep(arguments, where)
+    # A call without arguments has null or an empty text in some data sets.
+    if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
+        arguments = {}
     if not isinstance(arguments, dict):
         raise DataError(f"{where}: the arguments of {function['name']!r} must be an object, not {arguments!r}")
     return {**call, "type": "function", "function": {**function, "arguments": arguments}}
