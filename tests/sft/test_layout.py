@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,6 @@ CASES: list[tuple[dict[str, Any], list[str]]] = [
         ["cpu_offload=true", "gpus_per_node=0", "set cpu_offload to false"],
     ),
     ({"sft": {"max_num_epochs": None}}, ["max_num_steps", "max_num_epochs", "never end", "set one"]),
-    ({"sft": {"val_period": 5}}, ["val_period=5", "data.validation=null", "validation_fraction=0.0", "set one"]),
     (
         {
             "sft": {"val_period": 50},
@@ -90,6 +90,20 @@ def test_all_mismatches_are_said_at_once(tmp_path: Path) -> None:
             cluster={"num_workers": 2},
         )
     assert len(error.value.fields["problems"]) == 2
+
+
+def test_run_without_validation_data_validates_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Each of these keys was an error of its own, one after the other."""
+    caplog.set_level(logging.INFO, "raylane")
+    validation = {"val_period": 5, "val_at_start": True, "val_at_end": True, "sample_prompts": "Why?"}
+    made = config(tmp_path, sft=validation, checkpointing={"keep_top_k": 2})
+    assert (made.sft.val_period, made.sft.val_at_start, made.sft.val_at_end) == (0, False, False)
+    assert (made.sft.sample_prompts, made.checkpointing.metric_name) == ((), "train:loss")
+    (line,) = caplog.messages
+    assert line.startswith("nothing is validated: data.validation is null and data.validation_fraction is 0: ")
+    assert all(f"sft.{key}" in line for key in validation)
+    kept = config(tmp_path, sft=validation, data={"validation_fraction": 0.1})
+    assert (kept.sft.val_period, kept.checkpointing.metric_name, len(caplog.messages)) == (5, "val:loss", 1)
 
 
 def test_validation_sizes_do_not_matter_where_nothing_validates(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ Pure functions. Checks that every training shares are in `raylane.training.confi
 
 from __future__ import annotations
 
+from typing import Any
+
 from raylane.errors import ConfigError
 from raylane.sft.config.schema import RunConfig
 from raylane.training.config.layout import batch_problems, layout_problems, listed
@@ -17,6 +19,24 @@ def check_layout(config: RunConfig) -> None:
     # All problems at once: a user who mends one by one starts the program as often.
     if problems:
         raise ConfigError("; ".join(problems), problems=problems)
+
+
+def without_validation(config: RunConfig) -> tuple[RunConfig, str]:
+    """Return the configuration of a run whose data has nothing to validate on, and the sentence that tells the user.
+
+    The settings of validation have no effect there. Other configurations are returned as they are, with an empty text.
+    """
+    if config.data.has_validation or not _validates(config):
+        return config, ""
+    sft, saving = config.sft, config.checkpointing
+    off = {"val_period": 0, "val_at_start": False, "val_at_end": False, "sample_prompts": ()}
+    set_keys = [f"sft.{name}" for name in off if getattr(sft, name)]
+    changes: dict[str, Any] = {"sft": sft.model_copy(update=off)}
+    text = f"data.validation is null and data.validation_fraction is 0: {', '.join(set_keys)} have no effect"
+    if saving.keep_top_k and saving.metric_name == "val:loss":
+        changes["checkpointing"] = saving.model_copy(update={"metric_name": "train:loss"})
+        text += f", and train:loss tells the best {saving.keep_top_k} checkpoints"
+    return config.model_copy(update=changes), f"nothing is validated: {text}. Set one of the two to validate"
 
 
 def room_for_prompts(config: RunConfig) -> int:
@@ -57,10 +77,10 @@ def run_problems(config: RunConfig) -> list[str]:
             f"{asked} asks for validation, but data.validation=null and data.validation_fraction=0.0 "
             "leave nothing to validate on; set one of the two": validates and not config.data.has_validation,
             f"sft.sample_prompts holds {len(sft.sample_prompts)} questions for every validation, but nothing "
-            "validates; set sft.val_period, or remove the questions": sft.sample_prompts and not validates,
-            f"{best} nothing validates; set sft.val_period, or checkpointing.metric_name=train:loss": (
-                compares and not validates
-            ),
+            "validates; set sft.val_period and data.validation, or remove the questions": sft.sample_prompts
+            and not validates,
+            f"{best} nothing validates; set sft.val_period and data.validation, or "
+            "checkpointing.metric_name=train:loss": compares and not validates,
             f"{best} checkpointing.save_period={saving.save_period} saves at steps that sft.val_period="
             f"{sft.val_period} does not validate at; make save_period a multiple of val_period, or set "
             "checkpointing.metric_name=train:loss": compares and validates and uneven,

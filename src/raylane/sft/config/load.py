@@ -5,13 +5,16 @@ Called by the command line and by programs that build a configuration themselves
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from raylane.sft.config.layout import check_layout
+from raylane.sft.config.layout import check_layout, without_validation
 from raylane.sft.config.schema import RunConfig
 from raylane.training.config.load import Dialect, make_config, read_document
+
+log = logging.getLogger(__name__)
 
 
 def load_config(path: str | Path, override_words: Sequence[str] = (), dialect: Dialect | None = None) -> RunConfig:
@@ -26,7 +29,12 @@ def load_config(path: str | Path, override_words: Sequence[str] = (), dialect: D
 
 
 def build_config(document: Mapping[str, Any], source: str = "configuration") -> RunConfig:
-    """Return the configuration of plain nested values, checked as in `load_config`; `source` names it in errors."""
-    config = make_config(document, RunConfig, source)
+    """Return the configuration of plain nested values, checked as in `load_config`; `source` names it in errors.
+
+    Without data for validation, the settings of validation are switched off, and a log line names them.
+    """
+    config, note = without_validation(make_config(document, RunConfig, source))
+    if note:
+        log.info("%s", note)
     check_layout(config)
     return config

@@ -84,7 +84,8 @@ class DataConfig(Section):
     rows in an epoch and the other half in the next one; a path alone has weight 1. If a weight is not 1, each entry is
     packed by itself. NeMo-RL: data.train.data_path, which is accepted too."""
     validation: str | DataSource | None = None
-    """The same, one entry, for validation only; null means none. NeMo-RL: data.validation.data_path, which is accepted
+    """The same, one entry, for validation only; null means none. If validation_fraction is 0 too, nothing is validated,
+    whatever sft.val_period, val_at_start and val_at_end are. NeMo-RL: data.validation.data_path, which is accepted
     too."""
     validation_fraction: Fraction = 0.0
     """Fraction of the training data to hold out for validation. The choice depends only on a hash of each conversation,
