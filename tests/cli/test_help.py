@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import raylane
-from raylane.cli import COMMANDS, build_parser, main
+from raylane.cli import COMMANDS, EXTRAS, build_parser, main
 
 ROOT = Path(__file__).parents[2]
 
@@ -83,3 +85,23 @@ def test_version_loads_no_torch() -> None:
     code = "import sys; from raylane.cli import main\ntry: main(['--version'])\nexcept SystemExit: pass\n"
     code += "sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(("package", "extra"), [("safetensors", "sft"), ("yaml", "sft"), ("datasets", "sft")])
+def test_missing_package_names_the_extra_that_has_it(
+    package: str, extra: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(args: argparse.Namespace) -> int:
+        raise ModuleNotFoundError(f"No module named '{package}.inner'", name=f"{package}.inner")
+
+    monkeypatch.setattr("raylane.cli.report.run", run)
+    assert main(["report", "runs/logs"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"raylane report: the package '{package}.inner' is not installed")
+    assert line.endswith(f"pip install 'raylane[{extra}]'")
+
+
+def test_packages_of_the_extra_sft_are_known_to_commands() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = {re.match(r"[\w-]+", requirement)[0] for requirement in project["optional-dependencies"]["sft"]}  # type: ignore[index]
+    assert {"yaml" if name == "pyyaml" else name for name in names} <= set(EXTRAS)

@@ -14,8 +14,9 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from raylane.errors import ConfigError
-from raylane.sft.config.load import build_config
-from raylane.sft.config.starter import is_override, names_model, starter_document, write_starter
+from raylane.sft.config.load import build_config, load_config
+from raylane.sft.config.starter import is_override, names_model, starter, starter_document
+from raylane.sft.nemo.dialect import NEMO_RL
 from sft.conversations import question, tokenizer, write_jsonl
 
 
@@ -62,21 +63,58 @@ def test_data_and_overrides_are_told_apart(word: str, expected: bool) -> None:
     assert is_override(word) is expected
 
 
-def test_starter_is_written_once(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_starter_has_the_options_of_the_command(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Started by its path, it is the same run."""
     monkeypatch.chdir(tmp_path)
     assert names_model(str(model))
     assert names_model("hf:a/b")
     assert not names_model("run.yaml")
-    path, overrides = write_starter(str(model), ["a.jsonl", "sft.seed=1"], 0)
-    assert (path, overrides) == (Path("runs/tiny/run.yaml"), ["sft.seed=1"])
-    assert yaml.safe_load(path.read_text())["policy"]["max_total_sequence_length"] == 128
-    write_starter(str(model), ["a.jsonl"], 0)
-    with pytest.raises(
-        ConfigError, match=r"runs/tiny/run\.yaml exists, for other data .*`raylane sft runs/tiny/run.yaml`"
-    ):
-        write_starter(str(model), ["b.jsonl"], 0)
+    made = starter(str(model), ["a.jsonl", "sft.seed=3", "~policy.scheduler"], 0, NEMO_RL)
+    assert made.path == Path("runs/tiny/run.yaml")
+    assert not Path("runs").exists()  # nothing is written before the data could be read
+    made.write()
+    again = load_config(made.path, (), NEMO_RL)
+    assert again == made.config()
+    assert (again.sft.seed, again.policy.max_total_sequence_length) == (3, 128)
     with pytest.raises(ConfigError, match=r"no data is named\. .*raylane sft hf:a/b data\.jsonl"):
-        write_starter("hf:a/b", ["sft.seed=1"], 0)
+        starter("hf:a/b", ["sft.seed=1"], 0)
+
+
+@pytest.mark.parametrize(
+    ("words", "has_run", "edit", "reason"),
+    [
+        (["dta.jsonl"], False, "", None),
+        (["data.jsonl", "sft.seed=2"], True, "", None),
+        (["dta.jsonl"], True, "", "and the run beside it is of another model or other data"),
+        (["data.jsonl"], False, "# mine", "with your changes"),
+        (["data.jsonl"], True, "# mine", "with your changes"),
+    ],
+)
+def test_starter_replaces_only_what_nobody_needs(
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    has_run: bool,
+    edit: str,
+    reason: Any,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    first = starter(str(model), words, 0)
+    first.write()
+    first.path.write_text(first.text() + edit)
+    if has_run:
+        (first.path.parent / "checkpoints").mkdir()
+    second = starter(str(model), ["data.jsonl"], 0)
+    if reason is None:
+        second.write()
+        assert first.path.read_text() == second.text()
+    else:
+        with pytest.raises(
+            ConfigError, match=rf"runs/tiny/run\.yaml exists, {reason}\. Start it by `raylane sft runs/"
+        ):
+            second.write()
+        assert first.path.read_text() == first.text() + edit
 
 
 def run_raylane(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -106,7 +144,7 @@ def test_model_of_the_hub_is_taken_from_the_cache(model: Path, tmp_path: Path) -
     assert (shown["sft"]["seed"], shown["data"]["train"]) == (3, ["data.jsonl"])
     assert "first batch: 8 documents, the first 8 of them:" in dry.stdout
     assert dry.stdout.count("[[Answer ") == 8
-    assert sorted(path.name for path in (tmp_path / "runs" / "tiny").iterdir()) == ["cache", "run.yaml"]
+    assert [path.name for path in (tmp_path / "runs" / "tiny").iterdir()] == ["cache"]
     gone = run_raylane(tmp_path, "sft", "hf:somebody/none", "data.jsonl", **variables)
     assert gone.returncode != 0
     assert "MODEL=hf:somebody/none cannot be had" in gone.stderr
@@ -118,7 +156,7 @@ def test_broken_model_folder_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"config\.json cannot be read: "):
-        write_starter("model", ["a.jsonl"], 0)
+        starter("model", ["a.jsonl"], 0)
     content: dict[str, Any] = {"max_position_embeddings": None}
     (tmp_path / "model" / "config.json").write_text(json.dumps(content))
-    assert write_starter("model", ["a.jsonl"], 0)[0].is_file()
+    assert starter("model", ["a.jsonl"], 0).config().policy.max_total_sequence_length == 2048

@@ -120,6 +120,13 @@ COMMANDS: dict[str, Command] = {
 }
 
 
+EXTRAS: dict[str, str] = {
+    **dict.fromkeys(("transformers", "tokenizers", "safetensors", "yaml", "matplotlib", "jinja2"), "sft"),
+    **dict.fromkeys(("datasets", "pyarrow", "zstandard"), "sft"),
+}
+"""Packages that commands import and a plain installation lacks, with the extra that has them."""
+
+
 def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     """Return the parser of the whole command line, with the arguments of the sub-command that `argv` starts with."""
     parser = argparse.ArgumentParser(
@@ -165,5 +172,15 @@ def _run(argv: Sequence[str]) -> int:
         status: int = command.run(args)
     except RaylaneError as error:
         print(f"raylane {args.command}: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    except ModuleNotFoundError as error:
+        extra = EXTRAS.get((error.name or "").partition(".")[0])
+        if extra is None:
+            raise
+        print(
+            f"raylane {args.command}: the package {error.name!r} is not installed, and this command needs it. "
+            f"Run pip install 'raylane[{extra}]'",
+            file=sys.stderr,
+        )
         return 1
     return status

@@ -14,6 +14,7 @@ from raylane.cli.interrupt import exit_on_interrupt
 
 if TYPE_CHECKING:
     from raylane.sft.config.schema import RunConfig
+    from raylane.sft.config.starter import Starter
     from raylane.sft.run.trainer import RunResult
 
 
@@ -59,29 +60,35 @@ def config_words(args: argparse.Namespace) -> tuple[str, list[str]]:
 
 
 def load(args: argparse.Namespace) -> RunConfig:
-    """Return the configuration that CONFIG and the overrides describe, with its log level in effect.
+    """Return the configuration that CONFIG, or a model and data in its place, and the overrides describe.
 
-    With a model and data in place of CONFIG, a configuration is written first.
+    Its log level is in effect then.
     """
+    return read_command(args)[0]
+
+
+def read_command(args: argparse.Namespace) -> tuple[RunConfig, Starter | None]:
+    """Return the configuration as `load` does, and what to write when a model and data stand in place of CONFIG."""
     with exit_on_interrupt(args.command):
         from raylane.sft.config.load import load_config
-        from raylane.sft.config.starter import names_model, write_starter
+        from raylane.sft.config.starter import names_model, starter
         from raylane.sft.nemo.dialect import NEMO_RL
         from raylane.sft.run.places import check_places, fetch_models
 
     set_up_logging("info")  # the file names its own level, and reading the file may log already
     path, words = config_words(args)
+    made = None
     if names_model(path):
         with exit_on_interrupt(args.command):
             import torch
 
-        starter, words = write_starter(path, words, torch.cuda.device_count())
-        logging.getLogger(__name__).info("the configuration is in %s", starter)
-        path = str(starter)
-    config = load_config(path, words, NEMO_RL)
+        made = starter(path, words, torch.cuda.device_count(), NEMO_RL)
+        config = made.config()
+    else:
+        config = load_config(path, words, NEMO_RL)
     set_up_logging(config.logger.log_level)
     check_places(config)
-    return fetch_models(config)
+    return fetch_models(config), made
 
 
 def set_up_logging(level: str) -> None:
@@ -103,7 +110,9 @@ def run(args: argparse.Namespace) -> int:
     0 after a finished run, also after SIGTERM once everything is saved; 130 after Ctrl-C.
     """
     try:
-        config = load(args)  # before the slow imports, so that a wrong key is reported at once
+        config, starter = read_command(args)  # before the slow imports, so that a wrong key is reported at once
+        if starter is not None and not args.dry_run:
+            starter.check()
         with exit_on_interrupt(args.command):
             from raylane.sft.run import trainer
             from raylane.sft.run.planning import plan_run, render
@@ -114,6 +123,9 @@ def run(args: argparse.Namespace) -> int:
         if args.dry_run:
             print_first_batch(config)
             return 0
+        if starter is not None:  # not before the plan, which reads the data
+            starter.write()
+            logging.getLogger(__name__).info("the configuration is in %s", starter.path)
     except KeyboardInterrupt:
         print(
             "\nraylane sft: interrupted before training began, nothing was saved. Run the same command again to start",

@@ -46,11 +46,23 @@ def read_document(
 
     `${a.b}` stands for the value of another key. With a dialect, keys of that program are accepted and translated.
 
-    Raises ConfigError: file missing or not YAML, unknown key (the message names the nearest known one in `root`), or a
-    value that must be given and is not.
+    Raises ConfigError: file missing or not YAML, and as `complete_document`.
     """
-    source = str(path)
-    file = overrides.read_yaml(Path(path))
+    return complete_document(overrides.read_yaml(Path(path)), str(path), root, override_words, dialect)
+
+
+def complete_document(
+    file: Mapping[str, Any],
+    source: str,
+    root: type[BaseModel],
+    override_words: Sequence[str] = (),
+    dialect: Dialect | None = None,
+) -> dict[str, Any]:
+    """Return the content of a file as `read_document` does; `source` names it in errors.
+
+    Raises ConfigError: unknown key (the message names the nearest known one in `root`), or a value that must be given
+    and is not.
+    """
     # Overrides come before interpolation, so that `${a.b}` sees the overridden value.
     if dialect is None:
         document = interpolate(overrides.apply_overrides(file, override_words, root), source)
