@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,10 +16,13 @@ import pytest
 from raylane.errors import CheckpointDamagedError, WorkerLostError
 from raylane.sft.config.load import build_config
 from raylane.sft.data import order
+from raylane.sft.run import trainer as loop
 from raylane.sft.run.trainer import Trainer
 from raylane.training.checkpoint import folders, publishing
 from raylane.training.checkpoint.folders import Saved
+from raylane.training.run.opening import finished_text
 from raylane.training.run.stopping import StopRequest, block_sigterm
+from sft.conversations import config, question, write_jsonl
 
 FIGURES = (
     "perplexity",
@@ -366,3 +371,45 @@ def test_tokens_seen_go_on_after_a_resume(tmp_path, monkeypatch):
     resumed.fit()
     assert logged == {1: 100, 2: 201, 3: 303, 4: 406, 5: 510}
     assert resumed.saved.metrics["train:tokens_seen"] == 510
+
+
+@pytest.mark.parametrize(
+    ("step", "sections", "words"),
+    [
+        (5, {}, "has all 5 steps, so nothing is trained. To train on, raise sft.max_num_steps"),
+        (8, {}, "has 8 steps, and 5 are configured"),
+        (4, {}, None),
+        (None, {}, None),
+        (5, {"checkpointing": {"save_hf": True}}, None),
+        (5, {"policy": {"publish_weights": {"name": "w"}}}, None),
+    ],
+)
+def test_finished_run_is_told_from_one_with_work_left(
+    tmp_path: Path, step: int | None, sections: dict[str, Any], words: str | None
+) -> None:
+    run = config(tmp_path, **{"checkpointing": {"save_hf": False}, **sections})
+    resumed = None if step is None else folders.Saved(step, tmp_path / "step", {}, {})
+    text = finished_text(run, resumed, 5, "sft.max_num_steps")
+    assert text is None if words is None else words in (text or "")
+
+
+def test_finished_run_started_again_ends_before_ray(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It took as long as a start, and printed the summary of a run that had trained."""
+    write_jsonl(tmp_path / "train.jsonl", [question(seed) for seed in range(4)])
+    saving = {"checkpoint_dir": str(tmp_path / "c"), "save_hf": False}
+    places = {"checkpointing": saving, "logger": {"log_dir": str(tmp_path / "logs")}}
+    run = config(tmp_path, sft={"max_num_steps": 2}, **places)
+    partial = publishing.begin(tmp_path / "c", 2)
+    folders.commit(partial, 2, {"train:loss": 1.5}, {})
+    monkeypatch.setattr(loop.ray_session, "connect", None)
+    caplog.set_level(logging.INFO, "raylane")
+    result = loop.run(run)
+    assert (result.steps, result.stopped, result.train_loss, result.checkpoint) == (
+        2,
+        False,
+        1.5,
+        tmp_path / "c/step_2",
+    )
+    assert any("this run is finished" in line for line in caplog.messages)

@@ -209,7 +209,7 @@ def test_differences_that_change_losses_are_named():
     shape = {"policy": {"hf_config_overrides": {"rope_theta": 1e4}}, "cluster": {"cpus_per_worker": 1}}
     other = {"policy": {"hf_config_overrides": {"rope_theta": 1e6}}, "cluster": {"cpus_per_worker": 2}}
     assert [said.partition(":")[0] for said in folders.differences(shape, other)] == [
-        "policy.hf_config_overrides",
+        "policy.hf_config_overrides.rope_theta",
         "cluster.cpus_per_worker",
     ]
 

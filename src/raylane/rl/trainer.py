@@ -94,7 +94,8 @@ def run(config: GrpoRunConfig) -> GrpoResult:
     # An error of a reward is clearer here than in an actor.
     rewards = load_rewards(config.grpo.named_rewards, os.getcwd())
     try_rewards(rewards, (held_out or prompts.first(1))[0].row, config.grpo.step_timeout_s)
-    with RunRecord(config) as record, open_folders(config, record) as (log, resumed), ExitStack() as stack:
+    with RunRecord(config) as record, open_folders(config) as (log, resumed), ExitStack() as stack:
+        record.open(log.run_dir, resumes=resumed is not None)
         with block_sigterm():
             stack.enter_context(ray_session.connect(config.cluster, {"rollout.engines": engine_demand(config)}))
             stop = stack.enter_context(StopRequest())

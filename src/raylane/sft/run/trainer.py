@@ -33,8 +33,9 @@ from raylane.training import storage
 from raylane.training.checkpoint import folders, publishing
 from raylane.training.checkpoint.folders import Saved
 from raylane.training.report.metrics import MetricsLog
+from raylane.training.report.page import REPORT_FILE
 from raylane.training.run import ray_session
-from raylane.training.run.opening import open_folders, restart_text
+from raylane.training.run.opening import finished_text, open_folders, restart_text
 from raylane.training.run.record import RunRecord, Sample
 from raylane.training.run.skipped_steps import SkippedSteps
 from raylane.training.run.stopping import StopRequest, block_sigterm
@@ -103,10 +104,22 @@ def run(config: RunConfig) -> RunResult:
         total = order.total_steps(
             rows.num_rows, config.policy.train_global_batch_size, config.sft.max_num_steps, config.sft.max_num_epochs
         )
-        with open_folders(config, record) as (log, resumed):
+        with open_folders(config) as (log, resumed):
+            done = finished_text(config, resumed, total, "sft.max_num_steps or sft.max_num_epochs")
+            if resumed is not None and done is not None:
+                _log.info("%s", done)
+                return _finished(resumed, log.run_dir)
+            record.open(log.run_dir, resumes=resumed is not None)
             result = _run_locked(config, prepared, rows, total, resumed, log)
             report = record.finish("ended on SIGTERM" if result.stopped else "finished", result.sample)
             return replace(result, report=report)
+
+
+def _finished(saved: Saved, run_dir: Path) -> RunResult:
+    """Return the result of a run that had nothing left to do; its report is that of the run that made the steps."""
+    report = run_dir / REPORT_FILE if (run_dir / REPORT_FILE).is_file() else None
+    losses = saved.metrics.get("train:loss"), saved.metrics.get("val:loss")
+    return RunResult(saved.step, False, *losses, saved.path, publishing.exported(saved.path), None, report)
 
 
 def resume_advice(config: RunConfig) -> str:

@@ -22,7 +22,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -285,10 +285,18 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any], more_keys: Seq
     """
     changes = []
     for key in (*more_keys, *_SAME_FOR_EXACT_RESUME):
-        before, after = value_at(saved, key), value_at(now, key)
-        if before != after:
-            changes.append(f"{key}: {before!r} in the checkpoint, {after!r} now")
+        for leaf, before, after in _changed(key, value_at(saved, key), value_at(now, key)):
+            changes.append(f"{leaf}: {before!r} in the checkpoint, {after!r} now")
     return changes
+
+
+def _changed(key: str, before: Any, after: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield each key of two values that differs, with both values; of mappings only the keys inside that differ."""
+    if isinstance(before, Mapping) and isinstance(after, Mapping):
+        for name in dict.fromkeys([*before, *after]):
+            yield from _changed(f"{key}.{name}", before.get(name), after.get(name))
+    elif before != after:
+        yield key, before, after
 
 
 def layout_change(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:

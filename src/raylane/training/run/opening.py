@@ -15,16 +15,15 @@ from raylane.training.checkpoint.folders import Saved
 from raylane.training.config.schema import TrainingConfig
 from raylane.training.report.metrics import MetricsLog
 from raylane.training.run.places import lock_folders
-from raylane.training.run.record import RunRecord
 
 _log = logging.getLogger(__name__)
 
 
 @contextmanager
-def open_folders(config: TrainingConfig, record: RunRecord) -> Iterator[tuple[MetricsLog, Saved | None]]:
+def open_folders(config: TrainingConfig) -> Iterator[tuple[MetricsLog, Saved | None]]:
     """Lock the folders of a run for a `with` block; yield its log, and the checkpoint to resume from (None: a new run).
 
-    The facts of `record` are in the folder of the log from then on. ConfigError if another run uses the same folders.
+    ConfigError if another run uses the same folders.
     """
     settings = config.checkpointing
     to_lock = {"logger.log_dir": config.logger.log_dir}
@@ -39,8 +38,24 @@ def open_folders(config: TrainingConfig, record: RunRecord) -> Iterator[tuple[Me
                 _log.warning("recovered %s: a run ended while it replaced this checkpoint", path)
             resumed = folders.find(settings)
             folders.refuse_later(settings, resumed.step if resumed else 0)
-        record.open(log.run_dir, resumes=resumed is not None)
         yield log, resumed
+
+
+def finished_text(config: TrainingConfig, resumed: Saved | None, total: int, limits: str) -> str | None:
+    """Return a sentence for the user if the run has nothing left to do, None if it has. Reads the checkpoint folder.
+
+    `total` is the number of steps that are configured, by the keys in `limits`.
+    """
+    settings = config.checkpointing
+    if resumed is None or resumed.step < total or config.policy.publish_weights.name is not None:
+        return None
+    if settings.save_hf and publishing.exported(resumed.path) is None:
+        return None
+    made = f"all {total} steps" if resumed.step == total else f"{resumed.step} steps, and {total} are configured"
+    return (
+        f"this run is finished: {resumed.path} has {made}, so nothing is trained. To train on, raise {limits}; for a "
+        "new run, set another checkpointing.checkpoint_dir and logger.log_dir"
+    )
 
 
 def restart_text(reason: str, saved: Saved | None, number: int, limit: int) -> str:

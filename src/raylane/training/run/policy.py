@@ -394,8 +394,8 @@ class Policy(Generic[Config]):
         now = self._description()
         if (change := folders.layout_change(before, now)) is not None:
             _log.warning("%s", change)
-        for difference in folders.differences(before, now, self.more_keys_for_exact_resume):
-            _log.warning("resuming with a different configuration, so losses will differ: %s", difference)
+        if changes := folders.differences(before, now, self.more_keys_for_exact_resume):
+            _log.warning("resuming with a different configuration, so losses will differ: %s", "; ".join(changes))
         self.next_step = int(self.call("load_state", str((saved.path / "state").resolve())))
         return self.next_step
 
