@@ -15,6 +15,7 @@ import pytest
 
 import raylane
 from raylane.cli import COMMANDS, EXTRAS, build_parser, main
+from raylane.cli.usage import config_problem
 
 ROOT = Path(__file__).parents[2]
 
@@ -105,3 +106,52 @@ def test_packages_of_the_extra_sft_are_known_to_commands() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     names = {re.match(r"[\w-]+", requirement)[0] for requirement in project["optional-dependencies"]["sft"]}  # type: ignore[index]
     assert {"yaml" if name == "pyyaml" else name for name in names} <= set(EXTRAS)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("sfft run.yaml", "there is no command sfft. Did you mean sft?"),
+        ("xyz", "there is no command xyz. `raylane --help` lists all"),
+        ("sft run.yaml --dryrun", "raylane sft does not know --dryrun. Did you mean --dry-run?"),
+        ("sft run.yaml --zzz", "raylane sft does not know --zzz. `raylane sft --help` lists all options"),
+    ],
+)
+def test_unknown_word_is_answered_with_the_nearest(words: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words.split())
+    assert ended.value.code == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "path", "told"),
+    [
+        ("sft", "tinny", "there is no file or model folder tinny. Did you mean tiny?"),
+        ("inspect-data", "data.jsonl", "data.jsonl is data, not a configuration: name the model before it"),
+        ("grpo", "data.jsonl.gz", "data.jsonl.gz is data, not a configuration: name a YAML file"),
+        (
+            "plan",
+            "empty",
+            "empty is no model, because it has no config.json, and no YAML file. Use raylane plan CONFIG",
+        ),
+        ("grpo", "tiny", "tiny is a folder, and no YAML file. Use raylane grpo CONFIG"),
+        ("sft", "zz/zz", "there is no file or model folder zz/zz. Use raylane sft CONFIG or raylane sft MODEL DATA..."),
+        ("sft", "run.yaml", None),
+    ],
+)
+def test_word_that_is_no_configuration_has_a_remedy(
+    command: str, path: str, told: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("tiny", "empty"):
+        (tmp_path / folder).mkdir()
+    for file in ("data.jsonl", "run.yaml"):
+        (tmp_path / file).touch()
+    problem = config_problem(command, path)
+    assert problem is None if told is None else (problem or "").startswith(told)
+
+
+def test_command_without_words_names_what_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sft"]) == 1
+    assert "raylane sft CONFIG, or a model and data: raylane sft MODEL DATA..." in capsys.readouterr().err

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import raylane
 from raylane.cli.help import describe
 from raylane.cli.interrupt import exit_on_interrupt
+from raylane.cli.usage import meant
 
 
 class Command(NamedTuple):
@@ -145,6 +146,7 @@ def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
         # Only the module of the called command is imported: `raylane doctor` must not wait for transformers.
         if argv and argv[0] == name:
             importlib.import_module(command.module).add_arguments(subparser)
+            subparser.set_defaults(options=[*subparser._option_string_actions])
     return parser
 
 
@@ -163,7 +165,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str]) -> int:
     """Run one command. Everything slow is imported here, where `main` handles Ctrl-C."""
-    args = build_parser(argv).parse_args(argv)
+    parser = build_parser(argv)
+    if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
+        parser.error(f"there is no command {argv[0]}. {meant(argv[:1], COMMANDS)}`raylane --help` lists all")
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        parser.error(
+            f"raylane {args.command} does not know {' '.join(unknown)}. {meant(unknown, args.options)}"
+            f"`raylane {args.command} --help` lists all options"
+        )
     with exit_on_interrupt(args.command):
         from raylane.errors import RaylaneError
 

@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from raylane.cli.interrupt import exit_on_interrupt
-from raylane.cli.sft import add_config_arguments, config_words, set_up_logging
+from raylane.cli.sft import add_config_arguments, check_config_word, config_words, set_up_logging
 
 if TYPE_CHECKING:
     from raylane.rl.trainer import GrpoResult
@@ -24,7 +24,9 @@ def run(args: argparse.Namespace) -> int:
         from raylane.rl.config import load_config
 
     set_up_logging("info")
-    config = load_config(*config_words(args))
+    path, words = config_words(args)
+    check_config_word(args.command, path)
+    config = load_config(path, words)
     set_up_logging(config.logger.log_level)
     try:
         with exit_on_interrupt(args.command):

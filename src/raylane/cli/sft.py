@@ -11,6 +11,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from raylane.cli.interrupt import exit_on_interrupt
+from raylane.cli.usage import config_problem
 
 if TYPE_CHECKING:
     from raylane.sft.config.schema import RunConfig
@@ -55,8 +56,19 @@ def config_words(args: argparse.Namespace) -> tuple[str, list[str]]:
     # With --config, argparse takes the first override for CONFIG.
     path = args.config_option if args.config_option is not None else words.pop(0) if words else None
     if path is None:
-        raise ConfigError("no configuration is named; give CONFIG, the path of a YAML file")
+        raise ConfigError(
+            f"no configuration is named. Give CONFIG, the path of a YAML file: raylane {args.command} CONFIG"
+            + f", or a model and data: raylane {args.command} MODEL DATA..." * (args.command != "grpo")
+        )
     return path, words
+
+
+def check_config_word(command: str, path: str) -> None:
+    """Raise ConfigError with a remedy for a word that is no configuration."""
+    from raylane.errors import ConfigError
+
+    if (problem := config_problem(command, path)) is not None:
+        raise ConfigError(problem)
 
 
 def load(args: argparse.Namespace) -> RunConfig:
@@ -85,6 +97,7 @@ def read_command(args: argparse.Namespace) -> tuple[RunConfig, Starter | None]:
         made = starter(path, words, torch.cuda.device_count(), NEMO_RL)
         config = made.config()
     else:
+        check_config_word(args.command, path)
         config = load_config(path, words, NEMO_RL)
     set_up_logging(config.logger.log_level)
     check_places(config)
