@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from tests.sft import tiny_run
 
+from raylane.cli.interrupt import announce_interrupt
 from raylane.training.config.load import dump
 
 DEADLINE_S = 60.0
@@ -74,3 +75,14 @@ def test_interrupted_command_prints_one_line(
     assert len(words) == 1, errors
     assert words[0].startswith(line)
     assert not list((tmp_path / "cache").glob("*.draft-*")), "nothing half-written remains"
+
+
+def test_interrupt_while_training_is_announced_once(capfd: pytest.CaptureFixture[str]) -> None:
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt), announce_interrupt("sft"):
+            signal.raise_signal(signal.SIGINT)
+        assert capfd.readouterr().err == "\nraylane sft: stopping, the workers end ...\n"
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, previous)

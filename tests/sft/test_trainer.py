@@ -135,9 +135,7 @@ def test_interrupted_run_says_what_the_same_command_will_do(ray_session, folder)
     config = config_in(folder, "interrupted", {"checkpointing.save_period": 0})
     assert signal_after(folder, config, 3, signal.SIGINT) == 130
     said = (folder / "command.log").read_text()
-    assert (
-        "raylane sft: interrupted, nothing was saved. No checkpoint was saved, so the same command starts a new run"
-        in said
-    )
+    assert "raylane sft: stopping, the workers end ..." in said
+    assert "raylane sft: interrupted. No checkpoint was saved, so the same command starts a new run" in said
     assert "Traceback" not in said
     assert reported_status(config).startswith("ended by KeyboardInterrupt")

@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from raylane.cli.interrupt import exit_on_interrupt
+from raylane.cli.interrupt import announce_interrupt, exit_on_interrupt
 from raylane.cli.sft import add_config_arguments, check_config_word, config_words, set_up_logging
 
 if TYPE_CHECKING:
@@ -32,7 +32,9 @@ def run(args: argparse.Namespace) -> int:
         with exit_on_interrupt(args.command):
             from raylane.rl import trainer
 
-        print(summary(trainer.run(config)))
+        with announce_interrupt(args.command):
+            result = trainer.run(config)
+        print(summary(result))
     except KeyboardInterrupt:
         print("\nraylane grpo: interrupted. Run the same command again to resume", file=sys.stderr)
         return 130

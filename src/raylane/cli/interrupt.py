@@ -1,4 +1,4 @@
-"""Ctrl-C while a command imports packages. Called by the commands around their slow imports."""
+"""Ctrl-C while a command imports packages, and while it trains. Called by the commands."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 
 @contextmanager
@@ -16,12 +17,7 @@ def exit_on_interrupt(command: str) -> Iterator[None]:
     Extension modules run Python code where an exception cannot be raised (Cython's patches of `collections.abc`, for
     example). A KeyboardInterrupt there is printed with a traceback and dropped, and the command goes on.
     """
-    # Another handler, or none in a background job, belongs to the caller; only the main thread can set one.
-    replaces = (
-        threading.current_thread() is threading.main_thread()
-        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    )
-    if not replaces:
+    if not _may_replace():
         yield
         return
 
@@ -34,3 +30,34 @@ def exit_on_interrupt(command: str) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextmanager
+def announce_interrupt(command: str) -> Iterator[None]:
+    """Print on Ctrl-C in a `with` block at once that the command stops; the KeyboardInterrupt then ends the block.
+
+    To end the workers takes seconds, in which a user would press Ctrl-C again.
+    """
+    if not _may_replace():
+        yield
+        return
+
+    def announce(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.write(2, f"\nraylane {command}: stopping, the workers end ...\n".encode())
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, announce)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _may_replace() -> bool:
+    """Return True if this thread may set the handler of SIGINT, and the handler is Python's own."""
+    # Another handler, or none in a background job, belongs to the caller; only the main thread can set one.
+    return (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    )

@@ -10,7 +10,7 @@ import logging
 import sys
 from typing import TYPE_CHECKING
 
-from raylane.cli.interrupt import exit_on_interrupt
+from raylane.cli.interrupt import announce_interrupt, exit_on_interrupt
 from raylane.cli.usage import config_problem
 
 if TYPE_CHECKING:
@@ -146,9 +146,11 @@ def run(args: argparse.Namespace) -> int:
         )
         return 130
     try:
-        print(summary(trainer.run(config)))
+        with announce_interrupt(args.command):
+            result = trainer.run(config)
+        print(summary(result))
     except KeyboardInterrupt:
-        print(f"\nraylane sft: interrupted, nothing was saved. {trainer.resume_advice(config)}", file=sys.stderr)
+        print(f"raylane sft: interrupted. {trainer.resume_advice(config)}", file=sys.stderr)
         return 130
     return 0
 

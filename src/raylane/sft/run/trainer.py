@@ -135,7 +135,7 @@ def resume_advice(config: RunConfig) -> str:
             "during the run"
         )
     again = "Run the same command again" if settings.resume == "auto" else "Run it again with checkpointing.resume=auto"
-    return f"{again}: it resumes from {whole[-1].path}, after step {whole[-1].step}"
+    return f"{again}: it resumes from {whole[-1].path}, after step {whole[-1].step}; the steps after it are lost"
 
 
 def _run_locked(
