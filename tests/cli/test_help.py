@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 import raylane
-from raylane.cli import COMMANDS, EXTRAS, build_parser, main
-from raylane.cli.usage import config_problem
+from raylane.cli import COMMANDS, EXTRAS, build_parser, grpo, main
+from raylane.cli.usage import config_problem, other_command
+from raylane.rl.config import load_config
 
 ROOT = Path(__file__).parents[2]
 
@@ -150,6 +151,43 @@ def test_word_that_is_no_configuration_has_a_remedy(
         (tmp_path / file).touch()
     problem = config_problem(command, path)
     assert problem is None if told is None else (problem or "").startswith(told)
+
+
+@pytest.mark.parametrize(
+    ("command", "sections", "told"),
+    [
+        (
+            "plan",
+            {"grpo"},
+            "run.yaml has a section grpo: raylane plan is for fine-tuning. Use raylane grpo run.yaml, which",
+        ),
+        (
+            "grpo",
+            {"sft"},
+            "run.yaml has a section sft and no section grpo: it is for fine-tuning. Use raylane sft run.yaml",
+        ),
+        ("plan", {"sft", "grpo"}, None),
+        ("grpo", {"grpo"}, None),
+        ("sft", {"policy"}, None),
+    ],
+)
+def test_file_of_another_training_names_its_command(command: str, sections: set[str], told: str | None) -> None:
+    problem = other_command(command, "run.yaml", sections)
+    assert problem is None if told is None else (problem or "").startswith(told)
+
+
+def test_plan_of_grpo_names_what_a_step_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    text = grpo.plan(load_config("examples/grpo_sort.yaml", ["rollout.gpus=0.5"]))
+    assert [line.split()[0] for line in text.splitlines()] == [
+        *("model", "steps", "answers", "engines", "workers", "validate", "save")
+    ]
+    for words in (
+        "100 of 64 prompts x 8 answers",
+        "512 a step, at most 1 steps old (mode async)",
+        "1 CPU and 0.5 GPUs",
+    ):
+        assert words in text
 
 
 def test_command_without_words_names_what_it_takes(capsys: pytest.CaptureFixture[str]) -> None:

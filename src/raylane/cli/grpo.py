@@ -10,6 +10,7 @@ from raylane.cli.interrupt import announce_interrupt, exit_on_interrupt
 from raylane.cli.sft import add_config_arguments, check_config_word, config_words, set_up_logging
 
 if TYPE_CHECKING:
+    from raylane.rl.config import GrpoRunConfig
     from raylane.rl.trainer import GrpoResult
 
 
@@ -28,6 +29,7 @@ def run(args: argparse.Namespace) -> int:
     check_config_word(args.command, path)
     config = load_config(path, words)
     set_up_logging(config.logger.log_level)
+    print(plan(config), flush=True)
     try:
         with exit_on_interrupt(args.command):
             from raylane.rl import trainer
@@ -39,6 +41,37 @@ def run(args: argparse.Namespace) -> int:
         print("\nraylane grpo: interrupted. Run the same command again to resume", file=sys.stderr)
         return 130
     return 0
+
+
+def plan(config: GrpoRunConfig) -> str:
+    """Return what the run will do as plain text, several lines. Pure."""
+    loop, rollout, cluster, saving = config.grpo, config.rollout, config.cluster, config.checkpointing
+    answers = loop.prompts_per_step * loop.samples_per_prompt
+    lag = {"sync": "of the newest weights", "one_step": "of the weights one step before"}
+    validates = f"every {loop.val_period} steps" if loop.val_period else "at the configured ends only"
+    period = f"every {saving.save_period} steps and " * bool(saving.save_period)
+    lines = [
+        ("model", f"{config.policy.model_name}, {config.policy.precision}"),
+        ("steps", f"{loop.max_num_steps:,} of {loop.prompts_per_step} prompts x {loop.samples_per_prompt} answers"),
+        (
+            "answers",
+            f"{answers} a step, {lag.get(loop.mode, f'at most {loop.max_lag} steps old')} (mode {loop.mode}), of at "
+            f"most {rollout.max_new_tokens} tokens, at temperature {rollout.temperature:g}",
+        ),
+        ("engines", f"{rollout.engines} x {rollout.engine}, {_devices(rollout.cpus, rollout.gpus)} each"),
+        (
+            "workers",
+            f"{cluster.num_workers}, {_devices(cluster.cpus_per_worker, bool(cluster.gpus_per_node))} each, in "
+            f"micro-batches of {config.policy.train_micro_batch_size} answers",
+        ),
+        ("validate", validates if config.data.validation is not None else "never, as data.validation is null"),
+        ("save", f"{period}at the end, to {saving.checkpoint_dir}" if saving.enabled else "never"),
+    ]
+    return "\n".join(f"{name:<11}{text}" for name, text in lines)
+
+
+def _devices(cpus: int, gpus: float) -> str:
+    return f"{cpus} CPU{'s' if cpus > 1 else ''}" + f" and {gpus:g} GPUs" * bool(gpus)
 
 
 def summary(result: GrpoResult) -> str:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raylane.cli.interrupt import announce_interrupt, exit_on_interrupt
-from raylane.cli.usage import config_problem
+from raylane.cli.usage import config_problem, other_command
 
 if TYPE_CHECKING:
     from raylane.sft.config.schema import RunConfig
@@ -64,10 +65,13 @@ def config_words(args: argparse.Namespace) -> tuple[str, list[str]]:
 
 
 def check_config_word(command: str, path: str) -> None:
-    """Raise ConfigError with a remedy for a word that is no configuration."""
+    """Raise ConfigError with a remedy for a word that is no configuration, or that of another kind of training."""
     from raylane.errors import ConfigError
+    from raylane.training.config.overrides import read_yaml
 
     if (problem := config_problem(command, path)) is not None:
+        raise ConfigError(problem)
+    if (problem := other_command(command, path, read_yaml(Path(path)))) is not None:
         raise ConfigError(problem)
 
 

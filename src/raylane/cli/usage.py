@@ -6,7 +6,7 @@ Called by the commands before they read what their words name.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from pathlib import Path
 
 _DATA = (".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
@@ -37,3 +37,16 @@ def config_problem(command: str, path: str) -> str | None:
         hint = f"Did you mean {file.parent / near[0]}?" if near else f"Use {form}"
         return f"there is no {'file or model folder' if takes_model else 'file'} {path}. {hint}"
     return None
+
+
+def other_command(command: str, path: str, document: Container[str]) -> str | None:
+    """Return the remedy for a file whose sections are those of another kind of training; None if they fit."""
+    kind, other = ("grpo", "sft") if command == "grpo" else ("sft", "grpo")
+    if other not in document or kind in document:
+        return None
+    if other == "sft":
+        return f"{path} has a section sft and no section grpo: it is for fine-tuning. Use raylane sft {path}"
+    return (
+        f"{path} has a section grpo: raylane {command} is for fine-tuning. Use raylane grpo {path}, which prints the "
+        "plan of the run before it begins"
+    )
