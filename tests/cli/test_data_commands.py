@@ -122,7 +122,7 @@ def test_run_summary_lists_only_existing_files(tmp_path: Path) -> None:
     whole = RunResult(1200, False, 4.5, 4.75, tmp_path / "c", tmp_path / "hf", sample, tmp_path / "report.html")
     assert summary(whole).splitlines() == [
         "ended         after 1,200 steps",
-        "train loss    4.5000",
+        "last step     loss 4.5000",
         "held-out loss 4.7500",
         f"checkpoint    {tmp_path}/c",
         f"model         {tmp_path}/hf",

@@ -357,3 +357,14 @@ view = kept.view[:3]
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_segment_at_interpreter_end_closes_its_descriptor(monkeypatch) -> None:
+    """Python has emptied the modules by then: an ignored exception was printed at the end of a driver."""
+    segment = semaphore.Segment.make(4096)
+    fd = segment.fd
+    monkeypatch.setattr(semaphore, "os", None)
+    segment.__del__()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+    segment.__del__()

@@ -217,7 +217,7 @@ def _set(count: RowCount, config: RunConfig) -> str:
 
 def _readers(dims: ParallelDims) -> str:
     if dims.copies == 1:
-        return f"{dims.readers} workers"
+        return f"{dims.readers} worker{'s' if dims.readers > 1 else ''}"
     return f"{dims.readers} group{'s' if dims.readers > 1 else ''} of {dims.copies} workers"
 
 

@@ -50,19 +50,8 @@ _MAX_SAMPLE_PARAMETERS = 200_000_000
 """Largest number of parameters for which the driver loads the finished model to print a sample answer."""
 _TOKENS_SEEN = "train:tokens_seen"
 """Key in the metrics of a checkpoint, from which a resumed run counts on."""
-_PROGRESS_METRICS = (
-    "loss",
-    "perplexity",
-    "token_accuracy",
-    "tokens_seen",
-    "grad_norm",
-    "lr",
-    "tokens_per_s",
-    "step_time_s",
-    "data_time_s",
-    "dispatch_time_s",
-    "compute_time_s",
-)
+_PROGRESS_METRICS = {"loss": "loss", "lr": "lr", "grad_norm": "grad_norm", "tokens/s": "tokens_per_s"}
+"""Figures of a progress line, by the name shown: few enough for a line of a terminal. metrics.jsonl has all."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +104,10 @@ def run(config: RunConfig) -> RunResult:
             return replace(result, report=report)
 
 
+def _workers(count: int) -> str:
+    return f"{count} worker{'s' if count != 1 else ''}"
+
+
 def _finished(saved: Saved, run_dir: Path) -> RunResult:
     """Return the result of a run that had nothing left to do; its report is that of the run that made the steps."""
     report = run_dir / REPORT_FILE if (run_dir / REPORT_FILE).is_file() else None
@@ -151,7 +144,7 @@ def _run_locked(
         try:
             with SftPolicy(config, prepared, total) as policy:
                 way = "compiled graphs" if policy.group.compiled else "plain Ray calls"
-                _log.info("%d workers ready (%s): %s; a run of %d steps", policy.group.size, way, policy.facts, total)
+                _log.info("%s ready (%s): %s; a run of %d steps", _workers(policy.group.size), way, policy.facts, total)
                 trainer = Trainer(config, policy, rows, log, total, stop, prompts)
                 trainer.resume_from(resumed)
                 if (reason := policy.group.fallback_reason) is not None:
@@ -349,7 +342,7 @@ class Trainer:
         metrics = {**metrics, "tokens_seen": self._tokens_seen}
         # Every step is recorded in metrics.jsonl; only every log_interval-th one is printed as a line.
         self._log.log(step, metrics, "train")
-        shown = {name: metrics[name] for name in _PROGRESS_METRICS}
+        shown = {name: metrics[key] for name, key in _PROGRESS_METRICS.items()}
         self._log.show(step, self.total_steps, shown, self._config.sft.log_interval)
 
     def _validate(self) -> None:
