@@ -347,7 +347,7 @@ def bound_method(method: Any) -> tuple[Any, str, Any, inspect.Signature | None] 
             hidden = ("_ray_trace_ctx", OPTIONS_KEYWORD)
             shown = inspect.Signature([parameter for parameter in shown if parameter.name not in hidden])
         return method._actor, method._method_name, method._num_returns, shown
-    if inspect.ismethod(method):
+    if inspect.ismethod(method) and not isinstance(method.__self__, ray.actor.ActorMethod):  # not `method.remote`
         count = getattr(method.__func__, "__ray_num_returns__", 1)
         return method.__self__, method.__name__, count, inspect.signature(method)
     return None

@@ -38,3 +38,9 @@ def test_bad_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("long_s", [sys.maxsize, 1e10, 1e300, float("inf")])
 def test_timeout_too_long_for_system_waits_is_no_limit(long_s: float) -> None:
     assert Deadline(long_s).left_s() is None
+
+
+@pytest.mark.parametrize("timeout", ["3", [1], float("nan"), -1])
+def test_timeout_that_is_no_number_is_refused(timeout: object) -> None:
+    with pytest.raises(ValueError, match="timeout must be a number of seconds >= 0, or None for no limit, got"):
+        Deadline(timeout)  # type: ignore[arg-type]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
+import types
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import ray
 
 import raylane
 from raylane import MultiOutputNode, _ray, bind
@@ -34,6 +36,10 @@ def test_bind_accepts_only_methods() -> None:
     for wrong in (a, Stage.step, len, [].append, lambda x: x, a.step.__func__, "step", None):
         with pytest.raises(TypeError, match=r"the first argument must be a method of an actor handle"):
             bind(wrong, 1)
+    # What stands for `actor.step.remote`, which would run the call at once.
+    remote = types.MethodType(lambda method: None, object.__new__(ray.actor.ActorMethod))
+    with pytest.raises(TypeError, match=r"Write bind\(actor\.step, x\), not"):
+        bind(remote, 1)
     with pytest.raises(TypeError, match=r"missing 1 required positional argument: 'method'|missing a required"):
         bind()  # type: ignore[call-arg]
 
@@ -182,3 +188,11 @@ def test_nodes_inside_anything_else_cannot_be_sent(wrap: Callable[[Any], Any], d
             match=r"has no value before an execution, so it cannot be pickled. Pass nodes to bind as arguments",
         ):
             dumps(wrap(one))
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"), [("_max_inflight_executions", "use max_inflight"), ("enable_asyncio", "leave it out: ")]
+)
+def test_compile_with_an_option_of_ray_names_its_own(name: str, answer: str) -> None:
+    with pytest.raises(TypeError, match=f"compile: {name} is an option of experimental_compile of Ray: {answer}"):
+        raylane.compile(None, **{name: 4})

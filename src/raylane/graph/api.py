@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 from raylane import _ray
 from raylane.core.deadline import default_timeout_s
@@ -15,6 +16,35 @@ from raylane.graph.plan import planner, schedule
 DEFAULT_MAX_LENT_BYTES = 4 << 30
 
 
+_NAMES_OF_RAY = {
+    "enable_asyncio": "leave it out: one graph has execute and execute_async",
+    "_max_inflight_executions": "use max_inflight",
+    "_max_buffered_results": "leave it out: the number of results that wait to be read is not limited",
+    "_buffer_size_bytes": "leave it out: large messages get memory of their own",
+    "_submit_timeout": "use timeout_s",
+    "_overlap_gpu_communication": "use overlap",
+    "_default_communicator": "leave it out: edges choose their transport",
+}
+"""Options of `experimental_compile` of Ray, and what takes their place; docs/howto/from-ray-compiled-graphs.md."""
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _names_of_ray_answered(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Answer options of Ray's with the name that they have here; the signature for readers and checkers stays."""
+
+    @functools.wraps(function)
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        for name in kwargs:
+            if name in _NAMES_OF_RAY:
+                raise TypeError(f"compile: {name} is an option of experimental_compile of Ray: {_NAMES_OF_RAY[name]}")
+        return function(*args, **kwargs)
+
+    return checked
+
+
+@_names_of_ray_answered
 def compile(
     node: Any,
     *,
