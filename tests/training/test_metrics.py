@@ -17,7 +17,7 @@ import pytest
 
 from raylane.errors import ConfigError, DataError
 from raylane.training.config.schema import LoggerConfig
-from raylane.training.report.metrics import MetricsLog, figure, progress_bar, progress_line, read_metrics
+from raylane.training.report.metrics import MetricsLog, counted, figure, progress_bar, progress_line, read_metrics
 
 
 def test_every_record_is_on_disk_at_once(tmp_path: Path) -> None:
@@ -124,6 +124,10 @@ def test_lines_and_bars_are_pure() -> None:
 )
 def test_numbers_are_short(value: float, text: str) -> None:
     assert figure(value) == text
+
+
+def test_counted_word_is_in_the_plural_but_for_one() -> None:
+    assert [counted(number, "worker") for number in (0, 1, 2000)] == ["0 workers", "1 worker", "2,000 workers"]
 
 
 @pytest.mark.parametrize("package", ["tensorboard", "wandb"])

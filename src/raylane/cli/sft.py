@@ -189,10 +189,12 @@ def print_first_batch(config: RunConfig) -> None:
 
 def summary(result: RunResult) -> str:
     """Return the result of a run as plain text, several lines."""
+    from raylane.training.report.metrics import counted
+
     # The loss of one batch is no loss of the run: its name says so.
     losses = (("last step", result.train_loss, "loss "), ("held-out loss", result.val_loss, ""))
     lines = [
-        ("ended", f"{'on SIGTERM ' if result.stopped else ''}after {result.steps:,} steps"),
+        ("ended", f"{'on SIGTERM ' if result.stopped else ''}after {counted(result.steps, 'step')}"),
         *((name, f"{words}{loss:.4f}") for name, loss, words in losses if loss is not None),
         *(
             (name, str(path))

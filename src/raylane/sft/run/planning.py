@@ -18,6 +18,7 @@ from raylane.sft.data.prepared import PreparedData
 from raylane.training.config.layout import check_model_folder, micro_batches
 from raylane.training.model.hf_config import ModelShape, model_config, model_shape
 from raylane.training.parallel.mesh import AXES, DATA_AXES, ParallelDims, shards_parameters
+from raylane.training.report.metrics import counted
 from raylane.training.run.memory import MemoryEstimate, estimate_memory
 
 GIB = 2**30
@@ -157,7 +158,7 @@ def render(plan: RunPlan, config: RunConfig) -> str:
     """Return the forecast as plain text, several lines."""
     policy, offloads = config.policy, config.policy.dtensor_cfg.cpu_offload
     batch = policy.train_global_batch_size
-    micro = f"{plan.micro_batches} micro-batches x {policy.train_micro_batch_size} rows"
+    micro = f"{plan.micro_batches} micro-batches x {counted(policy.train_micro_batch_size, 'row')}"
     if policy.dynamic_batching.enabled:
         share = batch // plan.dims.readers
         micro = f"{share} rows in micro-batches of at most {policy.micro_batch_tokens:,} tokens"
@@ -187,7 +188,7 @@ def _mesh(plan: RunPlan, config: RunConfig) -> str:
     kind = "HSDP" if dims.dp_replicate > 1 else "FSDP"
     if not shards_parameters(config.policy, dims.dp_shard * dims.cp, plan.shape.num_parameters):
         kind = "Megatron-core," if config.policy.megatron_cfg.enabled else "the whole model on each,"
-    workers = f"{world} worker{'s' if world > 1 else ''}"
+    workers = counted(world, "worker")
     over = "gloo on CPUs" if plan.device == "cpu" else "nccl on GPUs"
     gpus = config.cluster.gpus_per_node * config.cluster.num_nodes
     unused = gpus - config.cluster.num_workers
@@ -217,8 +218,8 @@ def _set(count: RowCount, config: RunConfig) -> str:
 
 def _readers(dims: ParallelDims) -> str:
     if dims.copies == 1:
-        return f"{dims.readers} worker{'s' if dims.readers > 1 else ''}"
-    return f"{dims.readers} group{'s' if dims.readers > 1 else ''} of {dims.copies} workers"
+        return counted(dims.readers, "worker")
+    return f"{counted(dims.readers, 'group')} of {dims.copies} workers"
 
 
 def _steps(plan: RunPlan, config: RunConfig) -> str:

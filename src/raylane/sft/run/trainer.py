@@ -32,7 +32,7 @@ from raylane.sft.run.sample import Prompts
 from raylane.training import storage
 from raylane.training.checkpoint import folders, publishing
 from raylane.training.checkpoint.folders import Saved
-from raylane.training.report.metrics import MetricsLog
+from raylane.training.report.metrics import MetricsLog, counted
 from raylane.training.report.page import REPORT_FILE
 from raylane.training.run import ray_session
 from raylane.training.run.opening import finished_text, open_folders, restart_text
@@ -104,10 +104,6 @@ def run(config: RunConfig) -> RunResult:
             return replace(result, report=report)
 
 
-def _workers(count: int) -> str:
-    return f"{count} worker{'s' if count != 1 else ''}"
-
-
 def _finished(saved: Saved, run_dir: Path) -> RunResult:
     """Return the result of a run that had nothing left to do; its report is that of the run that made the steps."""
     report = run_dir / REPORT_FILE if (run_dir / REPORT_FILE).is_file() else None
@@ -144,7 +140,9 @@ def _run_locked(
         try:
             with SftPolicy(config, prepared, total) as policy:
                 way = "compiled graphs" if policy.group.compiled else "plain Ray calls"
-                _log.info("%s ready (%s): %s; a run of %d steps", _workers(policy.group.size), way, policy.facts, total)
+                workers, steps = counted(policy.group.size, "worker"), counted(total, "step")
+                facts = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in policy.facts.items())
+                _log.info("%s ready (%s): %s; a run of %s", workers, way, facts, steps)
                 trainer = Trainer(config, policy, rows, log, total, stop, prompts)
                 trainer.resume_from(resumed)
                 if (reason := policy.group.fallback_reason) is not None:

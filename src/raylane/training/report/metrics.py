@@ -198,6 +198,11 @@ def progress_bar(step: int, total: int, figures: Mapping[str, float], columns: i
     return (bar + text)[: max(columns, 0)]
 
 
+def counted(number: int, word: str) -> str:
+    """Return a number with its word, in the plural but for 1: '1 worker', '2,000 workers'."""
+    return f"{number:,} {word}{'' if number == 1 else 's'}"
+
+
 def figure(value: float) -> str:
     """Return a number in a few readable characters."""
     if not math.isfinite(value):
