@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "tests" / "durations.txt"
 PURE = " (pure)"
 """End of the name of a file that ran without the native module."""
-LIMIT_S = 2400
+LIMIT_S = 3000
 """Most seconds that the budgets of all files may have together, for each of the two test processes."""
 PROCESSES = 2
 
