@@ -53,7 +53,7 @@ def test_config_option_of_nemo_rl_is_understood(
     assert "cannot read data file t.jsonl" in told[-1]  # the configuration itself was accepted
     assert "NeMo-RL keys ignored or replaced: " in told[0]
     assert main(["plan"]) == 1
-    assert "no configuration is named; give CONFIG" in capsys.readouterr().err
+    assert "no configuration is named. Give CONFIG" in capsys.readouterr().err
 
 
 def test_import_never_overwrites_a_file(their_file: str, capsys: pytest.CaptureFixture[str]) -> None:
