@@ -169,7 +169,8 @@ def main(address: str) -> None:
         cut(makers[1], transport)
         ask("calm")
     gc.collect()  # errors that were kept refer to frames, and these to the errors and to refs
-    until(lambda: not any(ray.get([maker.entries.remote() for maker in makers], timeout=60)), "no value is left")
+    # A source waits for a reader behind a cut cable for as long as its own limit, a minute.
+    until(lambda: not any(ray.get([maker.entries.remote() for maker in makers], timeout=60)), "no value is left", 120)
     makers.clear()
     found = leaks(before, within_s=20)
     assert not found, found
