@@ -222,10 +222,8 @@ def is_canceled() -> bool:
 def on_out_of_scope(ref: Any, callback: Callable[[bytes], None]) -> None:
     """Call `callback(object id)` once, on a thread of Ray, when no process of the cluster can reach `ref` any more.
 
-    If that is so already, call it at once, on this thread: Ray does not call it then, and says so.
-
-    ValueError if this process does not own the ref. The callback may use Ray; Ray logs an exception in the callback and
-    ignores it.
+    If that is so already, call it at once, on this thread. ValueError if this process does not own the ref. The
+    callback may use Ray; Ray logs an exception in the callback and ignores it.
     """
     if _worker.global_worker.core_worker.add_object_out_of_scope_callback(ref, callback) is False:
         callback(ref.binary())
