@@ -159,3 +159,14 @@ def test_versions_of_another_life_do_not_count() -> None:
     assert readers.users(1) == ["one"]
     readers.apply(key, VersionKey("second", 1), 1, 0)
     assert readers.behind(VersionKey("second", 1)) == []
+
+
+def test_ranks_with_keys_of_two_catalogues_are_one_trainer() -> None:
+    """The catalogue was started again between the registrations of rank 1 and rank 0."""
+    zero, one = (Publisher("A", rank, explicit=True) for rank in range(WORLD))
+    one.start = Ledger("policy").register(one.registration(), (), 1).key
+    ledger = Ledger("policy")
+    zero.start = ledger.register(zero.registration(), (), 2).key
+    start = ledger.register(one.registration(), (), 3)
+    assert start.key == zero.start
+    assert not start.missing()

@@ -218,7 +218,9 @@ def decide(start: Start | None, registration: RankRegistration, replaced: Collec
 
 
 def _age(start: Start | None, registration: RankRegistration, replaced: Collection[str]) -> Age:
-    if registration.start is None or start is None:
+    named = start is not None and registration.trainer is not None and registration.trainer == start.options[-1]
+    # Ranks of one trainer have different keys if the catalogue was started again between their registrations.
+    if registration.start is None or start is None or named:
         return Age.OLDER if registration.trainer in replaced else Age.FIRST
     if registration.start == start.key:
         return Age.CURRENT
