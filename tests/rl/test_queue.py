@@ -330,11 +330,11 @@ def test_memory_of_old_items_is_written_again() -> None:
     queue = TrajectoryQueue(max_bytes=8 << 20)
     producer, consumer = member(queue), member(queue)
     consuming = consumer.consume.remote(4)
-    ray.get(producer.put.remote(list(range(200)), 50_000), timeout=60)
+    ray.get(producer.put.remote(list(range(600)), 50_000), timeout=60)
     queue.close()
     found, grown = ray.get(consuming, timeout=60)
-    assert found == list(range(200))
-    assert grown < 40 << 20  # of 80 MB that have passed
+    assert found == list(range(600))
+    assert grown < 60 << 20  # of 240 MB that have passed; the first use of torch takes up to 40
 
 
 @pytest.mark.slow
