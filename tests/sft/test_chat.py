@@ -240,7 +240,7 @@ def test_mask_check_accepts_a_template_that_strips_reasoning() -> None:
     [("", " ", "a span ends with it"), (" ", "", "a span begins with it"), (" ", "\n", "both")],
 )
 def test_marked_spans_survive_a_dropped_blank(before: str, after: str, where: str) -> None:
-    """Of a tokenizer that drops blanks: the learned text ran on to the end, or ended before the second answer."""
+    """Check masks of a tokenizer that drops blanks, whose learned text runs on, or ends before the second answer."""
     chat = ChatTokenizer(words_tokenizer(), ANSWERS.replace("BEFORE", before).replace("AFTER", after))
     conversation = talk(turn("user", "q1"), turn("assistant", "a1"), turn("user", "q2"), turn("assistant", "a2"))
     encoded = chat.encode(conversation)

@@ -93,19 +93,19 @@ def read_command(args: argparse.Namespace) -> tuple[RunConfig, Starter | None]:
 
     set_up_logging("info")  # the file names its own level, and reading the file may log already
     path, words = config_words(args)
-    made = None
+    run_starter = None
     if names_model(path):
         with exit_on_interrupt(args.command):
             import torch
 
-        made = starter(path, words, torch.cuda.device_count(), NEMO_RL)
-        config = made.config()
+        run_starter = starter(path, words, torch.cuda.device_count(), NEMO_RL)
+        config = run_starter.config()
     else:
         check_config_word(args.command, path)
         config = load_config(path, words, NEMO_RL)
     set_up_logging(config.logger.log_level)
     check_places(config)
-    return fetch_models(config), made
+    return fetch_models(config), run_starter
 
 
 def set_up_logging(level: str) -> None:

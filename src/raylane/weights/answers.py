@@ -57,7 +57,7 @@ class VersionOffer:
 
 
 class WriteOrder(NamedTuple):
-    """What a rank is to write for a step, and where."""
+    """Version and place that a rank writes for a step."""
 
     version: VersionKey
     place: SlotPlace

@@ -135,7 +135,7 @@ class Place(enum.Enum):
 
 
 class Decision(enum.Enum):
-    """What a registration does."""
+    """Effect of a registration."""
 
     BEGIN = enum.auto()
     """It begins a start, which replaces the current one as a whole."""
@@ -164,7 +164,7 @@ DECISIONS: dict[tuple[Age, Place], Decision] = {
     (Age.CURRENT, Place.ENDED): Decision.REFUSE,
     (Age.CURRENT, Place.ALL_ENDED): Decision.REFUSE,
 }
-"""What a registration does, by its age and the place of its rank."""
+"""Effect of a registration, by its age and the place of its rank."""
 
 
 @dataclass

@@ -51,9 +51,9 @@ def finished_text(config: TrainingConfig, resumed: Saved | None, total: int, lim
         return None
     if settings.save_hf and publishing.exported(resumed.path) is None:
         return None
-    made = f"all {total} steps" if resumed.step == total else f"{resumed.step} steps, and {total} are configured"
+    steps = f"all {total} steps" if resumed.step == total else f"{resumed.step} steps, and {total} are configured"
     return (
-        f"this run is finished: {resumed.path} has {made}, so nothing is trained. To train on, raise {limits}; for a "
+        f"this run is finished: {resumed.path} has {steps}, so nothing is trained. To train on, raise {limits}; for a "
         "new run, set another checkpointing.checkpoint_dir and logger.log_dir"
     )
 
