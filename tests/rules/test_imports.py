@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,7 @@ def layer(path: Path) -> str:
     return path.relative_to(SRC).parts[0].removesuffix(".py")
 
 
-def own(names: set[str]) -> set[str]:
+def own(names: AbstractSet[str]) -> set[str]:
     """Return the layers of raylane among imported names."""
     return {name.split(".")[1] for name in names if name.startswith("raylane.")}
 

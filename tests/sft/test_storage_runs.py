@@ -82,6 +82,13 @@ def losses(config) -> dict[int, float]:
     return {line["step"]: line["train:loss"] for line in lines if "train:loss" in line}
 
 
+@pytest.fixture(scope="module")
+def whole(ray_session, folder, server):
+    """Configuration and result of a run that nothing disturbs."""
+    config = config_in(folder, server, "whole")
+    return config, trainer.run(config)
+
+
 def start_and_wait(folder: Path, config, steps: int) -> subprocess.Popen[bytes]:
     """Start the command, and return its process as soon as the log holds so many steps."""
     path = folder / "run.yaml"
@@ -107,9 +114,8 @@ def kill_after(folder: Path, config, steps: int) -> None:
 
 
 @pytest.mark.faults
-def test_killed_run_resumes_from_storage_with_equal_losses(ray_session, folder, server):
-    whole = config_in(folder, server, "whole")
-    result = trainer.run(whole)
+def test_killed_run_resumes_from_storage_with_equal_losses(whole, folder, server):
+    undisturbed, result = whole
     assert result.checkpoint == BUCKET / "whole/step_30"
     assert result.hf_dir == BUCKET / "whole/step_30/hf"
     assert [one.step for one in folders.list_saved(BUCKET / "whole")] == [25, 30]
@@ -123,13 +129,13 @@ def test_killed_run_resumes_from_storage_with_equal_losses(ray_session, folder, 
     # A run that is killed while it saves leaves such files.
     (BUCKET / "killed/step_15/state/__0_0.distcp").write_bytes(b"half")
     assert trainer.run(config).steps == STEPS
-    assert losses(config) == losses(whole), "bit for bit"
+    assert losses(config) == losses(undisturbed), "bit for bit"
     assert sorted(place.name for place in (BUCKET / "killed").iterdir()) == ["step_25", "step_30"]
     assert server.variables["AWS_SECRET_ACCESS_KEY"] not in (result.checkpoint / "run.json").read_text()
 
 
 @pytest.mark.faults
-def test_async_save_killed_half_way_leaves_no_checkpoint(ray_session, folder, server):
+def test_async_save_killed_half_way_leaves_no_checkpoint(whole, folder, server):
     """The steps go on while a save is held up; a kill leaves it incomplete, and the next run starts before it."""
     config = config_in(folder, server, "async", **{"checkpointing.is_async": True})
     server.hold("async/step_10/state/__1")  # the file of rank 1
@@ -143,9 +149,7 @@ def test_async_save_killed_half_way_leaves_no_checkpoint(ray_session, folder, se
     assert folders.find(config.checkpointing).step == 5
     assert trainer.run(config).steps == STEPS
     assert sorted(place.name for place in (BUCKET / "async").iterdir()) == ["step_25", "step_30"]
-    whole = config_in(folder, server, "sync", **{"checkpointing.save_optimizer": False})
-    trainer.run(whole)
-    assert losses(config) == losses(whole), "bit for bit, and as with saves that are waited for"
+    assert losses(config) == losses(whole[0]), "bit for bit, and as with saves that are waited for"
 
 
 @pytest.mark.faults
@@ -166,9 +170,8 @@ def test_sigterm_waits_for_the_async_save(ray_session, folder, server):
     assert 12 <= saved[1] < STEPS
 
 
-def test_model_behind_a_url_is_fetched_once(folder, server, ray_session):
-    made = config_in(folder, server, "base", **{"sft.max_num_steps": 1})
-    exported = trainer.run(made).hf_dir
+def test_model_behind_a_url_is_fetched_once(whole, folder, server):
+    made, exported = whole[0], whole[1].hf_dir
     changes = {"policy.model_name": str(exported), "policy.hf_config_overrides": {}, "policy.tokenizer": {}}
     config = fetch_models(config_in(folder, server, "tuned", **changes))
     model = Path(config.policy.model_name)

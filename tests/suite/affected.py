@@ -14,6 +14,7 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,6 +51,36 @@ REACHES_ABOVE = {
     "tests/weights/test_weights.py": "cli",
 }
 """Uppermost package of files that import a package above that of their folder; they run for it, too."""
+_OF_TRAINING = frozenset(
+    f"tests/sft/test_{name}.py"
+    for name in (
+        *("defaults", "division", "expert_folders", "expert_parallel", "hf_export", "hf_reader", "layers", "layouts"),
+        *(
+            "lora",
+            "megatron",
+            "memory",
+            "memory_limit",
+            "memory_table",
+            "model_types",
+            "muon",
+            "networks",
+            "no_waiting",
+        ),
+        *("options_in_parallel", "options_on_workers", "parallel", "passes", "publish_weights", "type_layouts"),
+        *("unshared", "warmup"),
+    )
+)
+"""Files whose claims are about `training`; `sft` only gives them configuration and rows, which its own tests check."""
+_OF_LOWER = frozenset(f"tests/bench/test_{name}.py" for name in ("graph", "transfer", "weights"))
+NOT_FOR: dict[str, frozenset[str]] = {
+    "training": _OF_LOWER,
+    "sft": _OF_LOWER | _OF_TRAINING,
+    "rl": _OF_LOWER | {"tests/bench/test_sft.py"},
+}
+"""Files that a change of a package does not run, although their folder runs: in every fourth landing they run anyway.
+
+Files of `tests/bench` import nothing of that package, also through others.
+"""
 TESTING = "testing"
 """Folder of the tests of `raylane.testing`. They may import up to `workers`."""
 TRAINING = frozenset({"training", "sft", "rl"})
@@ -127,15 +158,15 @@ def affected(changed: Iterable[str], files: Iterable[str], helpers: Mapping[str,
     All are paths below the root. A path that no rule knows stands for everything.
     """
     files = frozenset(files)
-    folders, on_ray, single, reasons = set(ALWAYS), set(), set(), []
+    whole, on_ray, reasons = set(_in_folders(files, ALWAYS)), set[str](), []
     for path in sorted(changed):
-        parts = path.split("/")
+        parts, left_out, only_on_ray = path.split("/"), frozenset[str](), set[str]()
         if path.startswith(DOCUMENTS):
             reached = {"examples"}
         elif path in RECORDS:
             reached = set()
         elif path in files and parts[1] not in ALWAYS:
-            single.add(path)
+            whole.add(path)
             reasons.append(f"{path}: itself")
             continue
         elif path.startswith("examples/"):
@@ -144,18 +175,25 @@ def affected(changed: Iterable[str], files: Iterable[str], helpers: Mapping[str,
             reached = {"benchmarks"}
         elif parts[:2] == ["src", "raylane"] and not path.startswith(EVERYTHING) and parts[2] in LAYERS:
             reached = set(folders_above(parts[2], helpers))
+            left_out = NOT_FOR.get(parts[2], left_out)
             if parts[2] in ON_RAY:
-                on_ray |= reached & TRAINING
+                only_on_ray = reached & TRAINING
                 reached -= TRAINING
-            single |= {file for file, top in REACHES_ABOVE.items() if file in files and may_import(top, parts[2])}
+            whole |= {
+                file for file, top in REACHES_ABOVE.items() if file in files and may_import(top, parts[2])
+            } - left_out
         elif parts[0] == "tests" and len(parts) > 2 and (parts[1] in TESTED or parts[1] in (TESTING, *ALWAYS)):
             reached = users_of({parts[1]}, helpers)
         else:
             return Choice(files, frozenset(), (f"{path}: all tests depend on it",))
-        folders |= reached
-        reasons.append(f"{path}: {', '.join(sorted(reached)) or 'the rules'}")
-    chosen = frozenset(single | {file for file in files if file.split("/")[1] in folders})
-    return Choice(chosen, frozenset(file for file in files if file.split("/")[1] in on_ray) - chosen, tuple(reasons))
+        whole |= _in_folders(files, reached) - left_out
+        on_ray |= _in_folders(files, only_on_ray) - left_out
+        reasons.append(f"{path}: {', '.join(sorted(reached | only_on_ray)) or 'the rules'}")
+    return Choice(frozenset(whole), frozenset(on_ray - whole), tuple(reasons))
+
+
+def _in_folders(files: Iterable[str], folders: AbstractSet[str] | Sequence[str]) -> set[str]:
+    return {file for file in files if file.split("/")[1] in folders}
 
 
 def quarter_of(file: str) -> int:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ast
+import functools
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
 
-def imports_of(path: Path) -> set[str]:
+@functools.cache
+def imports_of(path: Path) -> frozenset[str]:
     """Return every module that a file imports, as dotted names, in functions and under TYPE_CHECKING too."""
-    names = set()
+    names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
@@ -18,10 +21,10 @@ def imports_of(path: Path) -> set[str]:
             assert node.level == 0, f"{path}: relative import"
             assert node.module is not None
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return names
+    return frozenset(names)
 
 
-def packages_of(names: set[str], packages: tuple[str, ...]) -> set[str]:
+def packages_of(names: AbstractSet[str], packages: tuple[str, ...]) -> set[str]:
     """Return the packages of raylane among imported names."""
     return {name.split(".")[1] for name in names if name.startswith("raylane.")} & set(packages)
 

@@ -150,6 +150,47 @@ def test_files_that_reach_above_run_for_the_upper_package() -> None:
     assert choice.files == {file for file, uppermost in affected.REACHES_ABOVE.items() if uppermost == "cli"}
 
 
+def test_files_that_a_package_does_not_run_exist_and_do_not_import_it() -> None:
+    """Those of sft do; that its own tests check what it gives them is a decision (docs/design/tests.md)."""
+    # The names of `raylane` are those of lower packages, and the command line of a benchmark is in REACHES_ABOVE.
+    known, passed = imports_of_files(), {"src/raylane/__init__.py", "src/raylane/cli/__init__.py"}
+    for package, files in affected.NOT_FOR.items():
+        assert files <= set(known)
+        for file in files:
+            reached, more = set[str](), {file}
+            while more:
+                reached |= more
+                names = {name for one in more for name in known[one]}
+                more = {path for path in map(module_file, names) if path in known} - reached - passed
+            of_package = {path for path in reached if path.startswith(f"src/raylane/{package}/")}
+            assert not of_package or (package, file.split("/")[1]) == ("sft", "sft"), (package, file, of_package)
+
+
+def module_file(name: str) -> str:
+    """Return the path of the module that an imported name may be, or is in."""
+    path = f"src/{name.replace('.', '/')}"
+    parent = path.rpartition("/")[0]
+    for candidate in (f"{path}.py", f"{path}/__init__.py", f"{parent}.py", f"{parent}/__init__.py"):
+        if candidate in imports_of_files():
+            return candidate
+    return ""
+
+
+def test_change_of_fine_tuning_leaves_out_what_training_computes() -> None:
+    files = ["tests/sft/test_parallel.py", "tests/sft/test_trainer.py", "tests/bench/test_weights.py"]
+    for changed, expected in (
+        ("sft/data/rows.py", files[1:2]),
+        ("training/run/step.py", files[:2]),
+        ("weights/plan.py", files[2:]),
+        ("bench/goals.py", files[2:]),
+    ):
+        choice = affected.affected([f"src/raylane/{changed}"], files, NO_HELPERS)
+        assert choice.files == set(expected)
+    assert affected.affected(["src/raylane/sft/run/worker.py", "src/raylane/core/vm.py"], files, NO_HELPERS).files == {
+        *files
+    }
+
+
 def test_choice_agrees_with_all_imports() -> None:
     assert edges_without_tests(imports_of_files()) == []
 

@@ -35,7 +35,7 @@ class Trainer:
     def __init__(self) -> None:
         self.chance = np.random.default_rng(0)
         self.tensors = empty()
-        self.publisher = weights.Publisher("policy", self.tensors, anchor_every=ANCHOR_EVERY)
+        self.publisher = weights.Publisher("policy", self.tensors, delta="always", anchor_every=ANCHOR_EVERY)
 
     def publish(self, step: int) -> int:
         """Change the bits of 1% of all elements, NaNs among the results, and publish."""
