@@ -29,7 +29,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raylane.errors import ConfigError
+from raylane.errors import ConfigError, WorkerGroupError
 from raylane.training import storage
 from raylane.training.config.load import Config
 from raylane.training.config.schema import TrainingConfig
@@ -70,12 +70,13 @@ class FolderCopies:
 def provide(config: TrainingConfig, vocabulary: Vocabulary, node_ids: Sequence[str]) -> FolderCopies:
     """Make data and model available on these nodes; return where. Waits until everything is written.
 
-    Raises ConfigError if checkpoints would go to a folder that the driver and a node do not share.
+    Raises ConfigError if checkpoints would go to a folder that the driver and a node do not share, and WorkerGroupError
+    if a node does not answer a call, such as one block of a file, within `cluster.start_timeout_s`.
     """
     others = sorted(set(node_ids) - {ray.get_runtime_context().get_node_id()})
     if not others:
         return FolderCopies()
-    remote = ray.remote(FolderReceiver)
+    remote, limit_s = ray.remote(FolderReceiver), config.cluster.start_timeout_s
     receivers = {
         node: remote.options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote()
         for node in others
@@ -87,7 +88,7 @@ def provide(config: TrainingConfig, vocabulary: Vocabulary, node_ids: Sequence[s
             probe = place.resolve() / f".shared-{secrets.token_hex(8)}"
             probe.touch()
             try:
-                answers = ray.get([receiver.sees.remote(str(probe)) for receiver in receivers.values()])
+                answers = _answers([receiver.sees.remote(str(probe)) for receiver in receivers.values()], limit_s)
             finally:
                 probe.unlink()
             blind = sorted(host for host, sees in answers if not sees)
@@ -103,7 +104,7 @@ def provide(config: TrainingConfig, vocabulary: Vocabulary, node_ids: Sequence[s
             folders.append(Path(config.policy.model_name))
         by_node: dict[str, dict[str, str]] = {node: {} for node in others}
         for folder in folders:
-            for node, path in _provide_folder(folder, receivers).items():
+            for node, path in _provide_folder(folder, receivers, limit_s).items():
                 by_node[node][str(folder)] = path
         return FolderCopies(by_node)
     finally:
@@ -111,10 +112,22 @@ def provide(config: TrainingConfig, vocabulary: Vocabulary, node_ids: Sequence[s
             ray.kill(receiver)
 
 
-def _provide_folder(folder: Path, receivers: Mapping[str, Any]) -> dict[str, str]:
+def _answers(refs: Sequence[Any], limit_s: float) -> list[Any]:
+    """Return the answers of the receivers to one call each; WorkerGroupError after `limit_s` seconds."""
+    try:
+        answers: list[Any] = ray.get(list(refs), timeout=limit_s)
+    except ray.exceptions.GetTimeoutError as error:
+        raise WorkerGroupError(
+            f"not all other nodes answered within {limit_s:g} s while they got model and data. Look at them with `ray "
+            "status`, or raise cluster.start_timeout_s"
+        ) from error
+    return answers
+
+
+def _provide_folder(folder: Path, receivers: Mapping[str, Any], limit_s: float) -> dict[str, str]:
     """Return node -> path of a folder with the same files; send the files to the nodes that have none."""
     listing = list_files(folder)
-    answers = ray.get([receiver.find.remote(str(folder), listing) for receiver in receivers.values()])
+    answers = _answers([receiver.find.remote(str(folder), listing) for receiver in receivers.values()], limit_s)
     paths = dict(zip(receivers, answers, strict=True))
     lacking = {node: receivers[node] for node, path in paths.items() if path is None}
     waiting: list[list[Any]] = []
@@ -123,9 +136,10 @@ def _provide_folder(folder: Path, receivers: Mapping[str, Any]) -> dict[str, str
         ref = ray.put(block)
         waiting.append([receiver.write.remote(name, ref) for receiver in lacking.values()])
         if len(waiting) > 1:
-            ray.get(waiting.pop(0))
-    ray.get([ref for refs in waiting for ref in refs])
-    paths.update(zip(lacking, ray.get([receiver.finish.remote() for receiver in lacking.values()]), strict=True))
+            _answers(waiting.pop(0), limit_s)
+    _answers([ref for refs in waiting for ref in refs], limit_s)
+    copies = _answers([receiver.finish.remote() for receiver in lacking.values()], limit_s)
+    paths.update(zip(lacking, copies, strict=True))
     return paths
 
 
