@@ -92,6 +92,13 @@ def test_synchronous_run_resumes_exactly(tmp_path: Path, model: Path, monkeypatc
     monkeypatch.undo()
     assert trainer.run(parts).steps == 4
     assert losses(parts) == pytest.approx(losses(whole), abs=1e-6)
+    monkeypatch.setattr(trainer.ray_session, "connect", None)
+    again = trainer.run(parts)  # finished, so no Ray is asked for
+    assert (again.steps, again.checkpoint, again.first) == (
+        4,
+        Path(parts.checkpointing.checkpoint_dir) / "step_4",
+        None,
+    )
 
 
 def test_asynchronous_run_survives_a_dead_engine(tmp_path: Path, model: Path) -> None:

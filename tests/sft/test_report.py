@@ -16,7 +16,7 @@ import pytest
 
 from raylane.cli import main
 from raylane.errors import DataError
-from raylane.training.report.page import MAX_POINTS, escape, read_facts, thin, write_report
+from raylane.training.report.page import MAX_POINTS, escape, read_facts, smoothed, thin, write_report
 from raylane.training.run.record import RunRecord, Sample
 from sft.conversations import config
 
@@ -50,6 +50,10 @@ def drawings(page: str) -> list[bytes]:
     return [base64.b64decode(data) for data in re.findall(r'src="data:image/svg\+xml;base64,([^"]*)"', page)]
 
 
+def titles(page: str) -> list[str]:
+    return re.findall(r'<img alt="([^"]*)"', page)
+
+
 # ------------------------------------------------------------------------------------------------- the page
 
 
@@ -73,13 +77,44 @@ def test_report_without_matplotlib_has_tables_and_advice(tmp_path: Path) -> None
 @pytest.mark.processes
 def test_report_with_matplotlib_has_all_plots(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
+    common = ["Learning rate", "Gradient norm", "Speed", "Time of a step"]
     page = write_report(log(tmp_path, step(1), step(2), {"step": 2, "val:loss": 3.0})).read_text()
-    titles = re.findall(r'<img alt="([^"]*)"', page)
-    assert titles == ["Loss", "Learning rate", "Gradient norm", "Speed", "Time of a step"]
+    assert titles(page) == ["Loss", *common]
+    rewarded = [{**step(number), "train:reward": number / 90, "train:entropy": 0.5} for number in range(1, 91)]
+    page = write_report(log(tmp_path, {"step": 0, "val:reward_greedy": 0.25}, *rewarded)).read_text()
+    assert titles(page) == ["Reward", "Entropy of the policy", "Loss of the policy", *common]
     for drawing in drawings(page):
         ET.fromstring(drawing)
         assert b"<script" not in drawing
         assert not re.findall(rb"(?:href|src)=\"(?!#)", drawing), "everything is inside the drawing"
+
+
+def test_report_of_a_run_with_rewards_begins_with_them(tmp_path: Path) -> None:
+    answers = [("1 2", 1.0), ("2 1", 0.0), ("2 1", 0.0), ("1 2", 1.0)]
+    samples = [
+        {"step": number * 10, "prompt": f"sort {prompt}", "answer": answer, "answer_reward": reward}
+        for number, (answer, reward) in enumerate(answers)
+        for prompt in "ab"
+    ]
+    records = [{"step": 0, "val:reward_greedy": 0.25, "val:reward_sampled": 0.125}, {**step(1), "train:reward": 0.5}]
+    with recorded(tmp_path) as record:
+        record.open(log(tmp_path, *records, {"step": 30, "val:reward_greedy": 0.75}, *samples), resumes=False)
+        path = record.finish("ended on SIGTERM", None, tmp_path / "hf")
+    assert path is not None
+    text = " ".join(re.sub(r"<[^>]*>", " ", path.read_text()).split())
+    assert f"model {tmp_path}/hf" in text
+    assert "begins at the last step in" in text
+    assert "most probable answers 0.2500 after step 0, 0.7500 after the last one" in text
+    assert text.count("step answer reward 0 1 2 1 10 to 20 2 1 0 30 1 2 1") == 2
+    assert "reward held-out reward training loss" in text, "columns without a value are left out"
+
+
+def test_smoothed_lines_begin_at_the_first_value() -> None:
+    assert smoothed([3.0] * 50) == pytest.approx([3.0] * 50)
+    rising = smoothed([0.0] * 100 + [1.0] * 100, over=10)
+    assert rising[99] == 0.0
+    assert rising[109] == pytest.approx(1 - 0.9**10, abs=1e-4)
+    assert rising[-1] > 0.999
 
 
 def test_plots_that_fail_become_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -389,7 +389,8 @@ def test_finished_run_is_told_from_one_with_work_left(
 ) -> None:
     run = config(tmp_path, **{"checkpointing": {"save_hf": False}, **sections})
     resumed = None if step is None else folders.Saved(step, tmp_path / "step", {}, {})
-    text = finished_text(run, resumed, 5, "sft.max_num_steps")
+    publishes = run.policy.publish_weights.name is not None
+    text = finished_text(run, resumed, 5, "sft.max_num_steps", publishes=publishes)
     assert text is None if words is None else words in (text or "")
 
 

@@ -36,8 +36,9 @@ from raylane.training import storage
 from raylane.training.checkpoint import folders, publishing
 from raylane.training.checkpoint.folders import Saved
 from raylane.training.report.metrics import MetricsLog
+from raylane.training.report.page import REPORT_FILE
 from raylane.training.run import ray_session
-from raylane.training.run.opening import open_folders, restart_text
+from raylane.training.run.opening import finished_text, open_folders, restart_text
 from raylane.training.run.places import check_places, fetch_models
 from raylane.training.run.record import RunRecord
 from raylane.training.run.skipped_steps import SkippedSteps
@@ -95,6 +96,14 @@ def run(config: GrpoRunConfig) -> GrpoResult:
     rewards = load_rewards(config.grpo.named_rewards, os.getcwd())
     try_rewards(rewards, (held_out or prompts.first(1))[0].row, config.grpo.step_timeout_s)
     with RunRecord(config) as record, open_folders(config) as (log, resumed), ExitStack() as stack:
+        done = finished_text(config, resumed, config.grpo.max_num_steps, "grpo.max_num_steps")
+        if resumed is not None and done is not None:
+            _log.info("%s", done)
+            report = log.run_dir / REPORT_FILE
+            model = publishing.exported(resumed.path)
+            return GrpoResult(
+                resumed.step, False, None, None, resumed.path, model, report if report.is_file() else None
+            )
         record.open(log.run_dir, resumes=resumed is not None)
         with block_sigterm():
             stack.enter_context(ray_session.connect(config.cluster, {"rollout.engines": engine_demand(config)}))
@@ -113,17 +122,11 @@ def run(config: GrpoRunConfig) -> GrpoResult:
                 resumed = trainer.saved
         stopped = trainer.done < config.grpo.max_num_steps
         trace_file.save(log.run_dir / TIMELINE_FILE, trainer.timeline.trace())
-        report = record.finish("ended on SIGTERM" if stopped else "finished", None)
-    saved = trainer.saved
-    return GrpoResult(
-        trainer.done,
-        stopped,
-        trainer.first,
-        trainer.last,
-        None if saved is None else saved.path,
-        None if saved is None else publishing.exported(saved.path),
-        report,
-    )
+        saved = trainer.saved
+        model = None if saved is None else publishing.exported(saved.path)
+        report = record.finish("ended on SIGTERM" if stopped else "finished", None, model)
+    checkpoint = None if saved is None else saved.path
+    return GrpoResult(trainer.done, stopped, trainer.first, trainer.last, checkpoint, model, report)
 
 
 def _train(
@@ -331,9 +334,9 @@ class GrpoTrainer:
             self._config.grpo.max_num_steps,
             {"val_greedy": accuracy.greedy, "val_sampled": accuracy.sampled},
         )
-        for prompt, (text, _) in list(zip(self._held_out, greedy, strict=True))[: self._config.grpo.shown_answers]:
+        for prompt, (text, reward) in list(zip(self._held_out, greedy, strict=True))[: self._config.grpo.shown_answers]:
             asked = prompt.row[self._config.data.prompt_key]
-            self._log.sample(self.done, asked if isinstance(asked, str) else json.dumps(asked), text)
+            self._log.sample(self.done, asked if isinstance(asked, str) else json.dumps(asked), text, reward)
 
     def _save(self, *, with_hf: bool) -> None:
         """Save a checkpoint of the present step."""

@@ -94,13 +94,15 @@ def run(config: RunConfig) -> RunResult:
             rows.num_rows, config.policy.train_global_batch_size, config.sft.max_num_steps, config.sft.max_num_epochs
         )
         with open_folders(config) as (log, resumed):
-            done = finished_text(config, resumed, total, "sft.max_num_steps or sft.max_num_epochs")
+            publishes = config.policy.publish_weights.name is not None
+            limits = "sft.max_num_steps or sft.max_num_epochs"
+            done = finished_text(config, resumed, total, limits, publishes=publishes)
             if resumed is not None and done is not None:
                 _log.info("%s", done)
                 return _finished(resumed, log.run_dir)
             record.open(log.run_dir, resumes=resumed is not None)
             result = _run_locked(config, prepared, rows, total, resumed, log)
-            report = record.finish("ended on SIGTERM" if result.stopped else "finished", result.sample)
+            report = record.finish("ended on SIGTERM" if result.stopped else "finished", result.sample, result.hf_dir)
             return replace(result, report=report)
 
 

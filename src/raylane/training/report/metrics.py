@@ -18,7 +18,7 @@ import time
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from raylane.errors import ConfigError, DataError
 from raylane.training.config.schema import LoggerConfig
@@ -100,9 +100,9 @@ class MetricsLog:
         """Record an event of the run in words, for example a restart; `read_notes` returns the notes."""
         self._write(step, {"note": text})
 
-    def sample(self, step: int, prompt: str, answer: str) -> None:
-        """Record an answer of the model during the run; `read_samples` returns them."""
-        self._write(step, {"prompt": prompt, "answer": answer})
+    def sample(self, step: int, prompt: str, answer: str, reward: float | None = None) -> None:
+        """Record an answer of the model during the run, with its reward if it has one; for `read_samples`."""
+        self._write(step, {"prompt": prompt, "answer": answer} | ({} if reward is None else {"answer_reward": reward}))
 
     def _write(self, step: int, values: Mapping[str, float | str]) -> None:
         record = {"step": step, "time_s": round(time.perf_counter() - self._began, 3), **values}
@@ -198,9 +198,9 @@ def progress_bar(step: int, total: int, figures: Mapping[str, float], columns: i
     return (bar + text)[: max(columns, 0)]
 
 
-def counted(number: int, word: str) -> str:
-    """Return a number with its word, in the plural but for 1: '1 worker', '2,000 workers'."""
-    return f"{number:,} {word}{'' if number == 1 else 's'}"
+def counted(number: int, word: str, plural: str = "s") -> str:
+    """Return a number with its word, in the plural but for 1: '1 worker', '2,000 workers', '2 batches' (of "es")."""
+    return f"{number:,} {word}{'' if number == 1 else plural}"
 
 
 def figure(value: float) -> str:
@@ -230,10 +230,19 @@ def read_notes(path: str | Path) -> list[tuple[int, str]]:
     return [(int(record["step"]), str(record["note"])) for record in _records(path) if "note" in record]
 
 
-def read_samples(path: str | Path) -> list[tuple[int, str, str]]:
-    """Return (step, prompt, answer) of each answer in a metrics.jsonl, in the order in which they were written."""
+class Sample(NamedTuple):
+    """An answer of the model during a run."""
+
+    step: int
+    prompt: str
+    answer: str
+    reward: float | None
+
+
+def read_samples(path: str | Path) -> list[Sample]:
+    """Return the answers in a metrics.jsonl, in the order in which they were written."""
     return [
-        (int(record["step"]), str(record["prompt"]), str(record.get("answer", "")))
+        Sample(int(record["step"]), str(record["prompt"]), str(record.get("answer", "")), record.get("answer_reward"))
         for record in _records(path)
         if "prompt" in record
     ]

@@ -1,4 +1,4 @@
-"""Report of a run, one HTML page: losses, learning rate, speed, where time went, configuration, warnings, sample.
+"""Report of a run, one HTML page: rewards, losses, speed, where time went, configuration, warnings, sample answers.
 
 `write_report` reads the run's folder only (metrics.jsonl, and report.json of `run.record`), so it also works during a
 run and long after it. With matplotlib the page has plots, otherwise tables. Called by `run.record` and `cli`.
@@ -10,29 +10,32 @@ import base64
 import html
 import importlib.util
 import io
+import itertools
 import json
 import math
 import os
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 import yaml
 from markupsafe import Markup
 
 from raylane.errors import DataError
-from raylane.training.report.metrics import METRICS_FILE, figure, read_metrics, read_notes, read_samples
+from raylane.training.report.metrics import METRICS_FILE, Sample, figure, read_metrics, read_notes, read_samples
 
 REPORT_FILE, FACTS_FILE = "report.html", "report.json"
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 _MAX_ROWS = 30
 _MAX_ANSWERS = 5
 _COLUMNS = {
+    "train:reward": "reward",
+    "val:reward_greedy": "held-out reward",
     "train:loss": "training loss",
     "val:loss": "held-out loss",
     "train:token_accuracy": "token accuracy",
@@ -50,8 +53,15 @@ _LAST = {
 """Metric of the last training step -> its row in the first table."""
 _LAST_HELD_OUT = {"val:perplexity": "held-out perplexity", "val:token_accuracy": "held-out token accuracy"}
 """Metric of the last validation -> its row in the first table."""
+_REWARDS = {
+    "val:reward_greedy": "held-out reward, most probable answers",
+    "val:reward_sampled": "held-out reward, sampled answers",
+}
+"""Metric of a validation with rewards -> its row in the first table."""
 _EMPTY: dict[str, Any] = {
     "status": "not known",
+    "model": None,
+    "resumes_from": None,
     "config": None,
     "warnings": [],
     "more_warnings": 0,
@@ -93,6 +103,7 @@ def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
     facts = read_facts(run_dir)
     document = facts["config"] if isinstance(facts["config"], dict) else None
     plots, note = _plots(records)
+    columns = {name: title for name, title in {**_COLUMNS, **TIMES}.items() if any(name in one for one in records)}
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         # Every value is escaped, whoever wrote the template.
@@ -105,8 +116,8 @@ def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
         summary=_summary(records, facts),
         plots=plots,
         note=note,
-        steps=[] if plots else _steps(records),
-        columns=[*{**_COLUMNS, **TIMES}.values()],
+        steps=[] if plots else _steps(records, columns),
+        columns=[*columns.values()],
         notes=[(figure(step), text) for step, text in notes],
         facts=facts,
         answers=_answers(answers),
@@ -139,6 +150,16 @@ def _summary(records: Records, facts: dict[str, Any]) -> list[tuple[str, str]]:
     val = [record for record in records if math.isfinite(record.get("val:loss", math.nan))]
     # Facts come from a file that users may edit, so every value is turned into text.
     rows = [("status", str(facts["status"]))]
+    if facts["model"]:
+        rows.append(("model", str(facts["model"])))
+    if facts["resumes_from"]:
+        rows.append(("to go on", f"run the same command again: it begins at the last step in {facts['resumes_from']}"))
+    for key, name in _REWARDS.items():
+        found = [record for record in records if math.isfinite(record.get(key, math.nan))]
+        if found:
+            first, last = found[0], found[-1]
+            text = f"{figure(first[key])} after step {figure(first['step'])}, {figure(last[key])} after the last one"
+            rows.append((name, text))
     if train:
         rows.append(("steps", f"{figure(train[-1]['step'])} (last one logged)"))
         rows.append(("training loss", f"{figure(train[0]['train:loss'])} to {figure(train[-1]['train:loss'])}"))
@@ -172,15 +193,17 @@ def _plots(records: Records) -> tuple[list[tuple[str, str]], str]:
     try:
         if importlib.util.find_spec("matplotlib") is None:
             return [], "Install matplotlib to see plots here: pip install 'raylane[report]', then `raylane report`."
-        drawn = draw({name: thin(records, name) for name in (*_COLUMNS, *TIMES)})
+        drawn = draw(records)
     except Exception as error:  # an unusable installation; the table shows the same numbers
         return [], f"matplotlib could not draw the plots: {error!r}"
-    note = f"Each line has at most {MAX_POINTS:,} points: means of groups of steps, with the range as a band."
-    return [(title, base64.b64encode(svg).decode()) for title, svg in drawn], note if len(records) > MAX_POINTS else ""
+    note = f"Lines of more than {_FEW} points are averages over about {_SMOOTH_OVER}, with the values behind them."
+    if len(records) > MAX_POINTS:
+        note += f" Each line has at most {MAX_POINTS:,} points: means of groups of steps, with the range as a band."
+    return [(title, base64.b64encode(svg).decode()) for title, svg in drawn], note if len(records) > _FEW else ""
 
 
-def _steps(records: Records) -> list[list[str]]:
-    """Return the metrics as at most _MAX_ROWS rows, with means over groups of steps."""
+def _steps(records: Records, columns: Iterable[str]) -> list[list[str]]:
+    """Return these metrics as at most _MAX_ROWS rows, with means over groups of steps."""
     last = max(record["step"] for record in records)
     size = max(1, math.ceil(last / _MAX_ROWS))
     # By step and not by record: validations have records of their own.
@@ -189,36 +212,79 @@ def _steps(records: Records) -> list[list[str]]:
         groups.setdefault(math.ceil(record["step"] / size), []).append(record)
     rows = []
     for number, group in sorted(groups.items()):
-        series = [thin(group, name, 1) for name in (*_COLUMNS, *TIMES)]
+        series = [thin(group, name, 1) for name in columns]
         means = ["" if metric is None else figure(metric.mean[0]) for metric in series]
         rows.append([figure(min(number * size, last)), *means])
     return rows
 
 
-def _answers(answers: Sequence[tuple[int, str, str]]) -> dict[str, list[tuple[str, str]]]:
-    """Return the answers during the run: for each question the first ones and the last ones."""
-    by_prompt: dict[str, list[tuple[str, str]]] = {}
-    for step, prompt, answer in answers:
-        by_prompt.setdefault(prompt, []).append((figure(step), answer))
+def _answers(samples: Iterable[Sample]) -> dict[str, list[tuple[str, str, str]]]:
+    """Return (step, answer, reward) of each question during the run: its first answers and its last ones.
+
+    Equal answers that follow each other are one, with the first and the last step.
+    """
+    by_prompt: dict[str, list[tuple[str, str, str]]] = {}
+    for (prompt, answer, reward), same in itertools.groupby(
+        sorted(samples, key=lambda one: (one.prompt, one.step)), key=lambda one: (one.prompt, one.answer, one.reward)
+    ):
+        steps = [figure(one.step) for one in same]
+        span = steps[0] if len(steps) == 1 else f"{steps[0]} to {steps[-1]}"
+        by_prompt.setdefault(prompt, []).append((span, answer, "" if reward is None else figure(reward)))
     for rows in by_prompt.values():
-        rows[_MAX_ANSWERS:-_MAX_ANSWERS] = [("...", "")] if len(rows) > 2 * _MAX_ANSWERS else []
+        rows[_MAX_ANSWERS:-_MAX_ANSWERS] = [("...", "", "")] if len(rows) > 2 * _MAX_ANSWERS else []
     return by_prompt
 
 
-_BLUE, _RED = "#3b6fb6", "#c0392b"
-_SHADES = ("#d9a441", "#c0392b", "#3b6fb6")
+_COLOURS = ("#3b6fb6", "#c0392b", "#d9a441")
+_INK = "#808080"
+"""Colour of text and axes in plots, which is readable on white and on black."""
 _FEW = 60
-"""Number of points up to which each point gets a dot."""
-_BOTH = {
-    "loss": ("Loss", "loss (nats per token)"),
-    "token_accuracy": ("Token accuracy", "share of supervised tokens"),
-}
-"""Metric of training and validation -> title and axis of its plot."""
-_SINGLE = {
-    "train:lr": ("Learning rate", "learning rate"),
-    "train:grad_norm": ("Gradient norm", "norm before clipping"),
-    "train:tokens_per_s": ("Speed", "tokens/s"),
-}
+"""Number of points up to which each point gets a dot; a line of more is smoothed."""
+_SMOOTH_OVER = 20
+"""Number of points over which a smoothed line averages."""
+
+
+class Plot(NamedTuple):
+    """A plot of the report."""
+
+    title: str
+    axis: str
+    lines: Mapping[str, str]
+    """Metric -> its name beside the plot."""
+
+
+PLOTS = (
+    Plot("Loss", "loss (nats per token)", {"train:loss": "training", "val:loss": "held out"}),
+    Plot(
+        "Token accuracy",
+        "share of supervised tokens",
+        {"train:token_accuracy": "training", "val:token_accuracy": "held out"},
+    ),
+)
+"""Plots of fine-tuning, before COMMON_PLOTS."""
+REWARD_PLOTS = (
+    Plot(
+        "Reward",
+        "mean reward of an answer",
+        {
+            "train:reward": "training, sampled",
+            "val:reward_greedy": "held out, most probable",
+            "val:reward_sampled": "held out, sampled",
+        },
+    ),
+    Plot("Length of answers", "tokens", {"train:length": ""}),
+    Plot("Entropy of the policy", "nats per token", {"train:entropy": ""}),
+    Plot("Engines against trainer", "KL divergence (nats per token)", {"train:sampling_kl": ""}),
+    Plot("Age of the weights that answered", "steps", {"train:lag": ""}),
+    Plot("Busy", "share of the time", {"train:trainer_busy": "trainer", "train:engines_busy": "engines"}),
+    Plot("Loss of the policy", "loss", {"train:loss": ""}),
+)
+"""Plots of a run with rewards, before COMMON_PLOTS."""
+COMMON_PLOTS = (
+    Plot("Learning rate", "learning rate", {"train:lr": ""}),
+    Plot("Gradient norm", "norm before clipping", {"train:grad_norm": ""}),
+    Plot("Speed", "tokens/s", {"train:tokens_per_s": ""}),
+)
 
 
 MAX_POINTS = 500
@@ -261,34 +327,44 @@ def thin(records: Records, name: str, max_points: int = MAX_POINTS) -> Series | 
     )
 
 
-def draw(series: Mapping[str, Series | None]) -> list[tuple[str, bytes]]:
+def plots_of(records: Records) -> tuple[Plot, ...]:
+    """Return the plots of a run, of which some may have no data."""
+    rewarded = any("train:reward" in record or "val:reward_greedy" in record for record in records)
+    return (REWARD_PLOTS if rewarded else PLOTS) + COMMON_PLOTS
+
+
+def smoothed(values: Sequence[float], over: int = _SMOOTH_OVER) -> list[float]:
+    """Return the exponential moving average of values over about `over` of them; the first ones count as fully."""
+    keep, total, weight, means = 1 - 1 / over, 0.0, 0.0, []
+    for value in values:
+        total, weight = keep * total + value, keep * weight + 1
+        means.append(total / weight)
+    return means
+
+
+def draw(records: Records) -> list[tuple[str, bytes]]:
     """Return (title, SVG) of each plot that has data. Text is drawn as shapes, so no font is needed to see it."""
     drawn = []
-    for metric, (title, label) in _BOTH.items():
+    for plot in plots_of(records):
         lines = [
-            (series.get(f"{prefix}:{metric}"), name, colour)
-            for prefix, name, colour in (("train", "training", _BLUE), ("val", "held out", _RED))
+            (line, name, colour)
+            for (metric, name), colour in zip(plot.lines.items(), _COLOURS, strict=False)
+            if (line := thin(records, metric)) is not None  # metrics of other versions may lack it
         ]
-        if any(line is not None for line, _, _ in lines):
-            figure, axes = _axes(title, label)
+        if lines:
+            figure, axes = _axes(plot.title, plot.axis)
             for line, name, colour in lines:
-                if line is not None:
-                    _line(axes, line, colour, name)
-            axes.legend()
-            drawn.append((title, _svg(figure)))
-    for name, (title, label) in _SINGLE.items():
-        line = series.get(name)
-        if line is not None:  # metrics of other versions may lack it
-            figure, axes = _axes(title, label)
-            _line(axes, line, _BLUE, None)
-            drawn.append((title, _svg(figure)))
-    times = [series.get(name) for name in TIMES]
-    parts = [line for line in times if line is not None]
+                _line(axes, line, colour, name)
+            if any(plot.lines.values()):
+                axes.legend(labelcolor=_INK, framealpha=0)
+            drawn.append((plot.title, _svg(figure)))
+    parts = [line for name in TIMES if (line := thin(records, name)) is not None]
     # Stacking needs the same steps in all parts; a record has all three times or none.
     if len(parts) == len(TIMES) and all(line.steps == parts[0].steps for line in parts):
         figure, axes = _axes("Time of a step", "seconds")
-        axes.stackplot(parts[0].steps, *(line.mean for line in parts), labels=list(TIMES.values()), colors=_SHADES)
-        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))  # beside the plot: the areas fill all of it
+        axes.stackplot(parts[0].steps, *(line.mean for line in parts), labels=list(TIMES.values()), colors=_COLOURS)
+        # Beside the plot: the areas fill all of it.
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), labelcolor=_INK, framealpha=0)
         drawn.append(("Time of a step", _svg(figure)))
     return drawn
 
@@ -296,19 +372,26 @@ def draw(series: Mapping[str, Series | None]) -> list[tuple[str, bytes]]:
 def _axes(title: str, label: str) -> tuple[Any, Any]:
     from matplotlib.figure import Figure  # not pyplot: no global state, no display
 
-    figure = Figure(figsize=(9.0, 3.2), layout="constrained")
+    figure = Figure(figsize=(9.0, 3.2), layout="constrained", facecolor="none")
     axes = figure.subplots()
-    axes.set_title(title, loc="left")
-    axes.set_xlabel("step")
-    axes.set_ylabel(label)
+    axes.set_facecolor("none")
+    axes.set_title(title, loc="left", color=_INK)
+    axes.set_xlabel("step", color=_INK)
+    axes.set_ylabel(label, color=_INK)
+    axes.tick_params(colors=_INK)
+    axes.spines[:].set_color(_INK)
     axes.grid(alpha=0.3)
     return figure, axes
 
 
-def _line(axes: Any, series: Series, colour: str, label: str | None) -> None:
-    marker = "o" if len(series.steps) <= _FEW else None
-    axes.plot(series.steps, series.mean, color=colour, label=label, marker=marker, markersize=3, linewidth=1.2)
-    # Means hide spikes; the band shows the range within each group of steps.
+def _line(axes: Any, series: Series, colour: str, label: str) -> None:
+    style = {"color": colour, "label": label or None, "linewidth": 1.2}
+    if len(series.steps) <= _FEW:
+        axes.plot(series.steps, series.mean, marker="o", markersize=3, **style)
+        return
+    axes.plot(series.steps, smoothed(series.mean), **style)
+    # A smoothed line hides spikes; behind it are the values, or the range within each group of steps.
+    axes.plot(series.steps, series.mean, color=colour, alpha=0.3, linewidth=0.7)
     if series.is_thinned:
         axes.fill_between(series.steps, series.low, series.high, color=colour, alpha=0.2, linewidth=0)
 

@@ -41,13 +41,16 @@ def open_folders(config: TrainingConfig) -> Iterator[tuple[MetricsLog, Saved | N
         yield log, resumed
 
 
-def finished_text(config: TrainingConfig, resumed: Saved | None, total: int, limits: str) -> str | None:
+def finished_text(
+    config: TrainingConfig, resumed: Saved | None, total: int, limits: str, *, publishes: bool = False
+) -> str | None:
     """Return a sentence for the user if the run has nothing left to do, None if it has. Reads the checkpoint folder.
 
-    `total` is the number of steps that are configured, by the keys in `limits`.
+    `total` is the number of steps that are configured, by the keys in `limits`. A run that `publishes` its weights for
+    readers outside of it has always something to do.
     """
     settings = config.checkpointing
-    if resumed is None or resumed.step < total or config.policy.publish_weights.name is not None:
+    if resumed is None or resumed.step < total or publishes:
         return None
     if settings.save_hf and publishing.exported(resumed.path) is None:
         return None

@@ -47,6 +47,8 @@ class RunRecord(logging.Handler):
             "status": "running, unless it was killed",
             "config": shown,
             "changed": differences(shown, type(config)),
+            "model": None,
+            "resumes_from": config.checkpointing.checkpoint_dir if config.checkpointing.enabled else None,
             "warnings": [],
             "more_warnings": 0,
         }
@@ -81,9 +83,15 @@ class RunRecord(logging.Handler):
         except OSError as error:
             _log.warning("the report will lack the configuration of this run: %s", error)
 
-    def finish(self, status: str, sample: Sample | None) -> Path | None:
-        """Draw the report of a run that ended without an error; return its path, None if it cannot be drawn."""
+    def finish(self, status: str, sample: Sample | None, model: Any = None) -> Path | None:
+        """Draw the report of a run that ended without an error; return its path, None if it cannot be drawn.
+
+        `model` is the place of the exported model, if there is one.
+        """
         self._facts["status"] = status
+        self._facts["model"] = None if model is None else str(model)
+        if status == "finished":
+            self._facts["resumes_from"] = None
         self._facts["sample"] = None if sample is None else asdict(sample)
         return self._draw()
 
