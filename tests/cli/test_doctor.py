@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from raylane.cli.doctor import Finding, healthy, report
+from raylane.transport.backends.base import NO_DEVICE
 from raylane.transport.backends.registry import backends
 
 
@@ -25,6 +26,8 @@ def test_the_doctor_tries_everything_between_all_places(tmp_path: Path) -> None:
     assert all("another process" in f.why_not for f in between if f.transport == "local")
     assert all(not f.why_not for f in findings if f.reader == "itself" and f.transport == "local")
     assert "nixl" in done.stdout
+    assert "run at niceness" not in done.stdout
+    assert done.stdout.startswith("This machine")
 
 
 def test_one_pair_without_a_direct_way_is_unhealthy() -> None:
@@ -32,13 +35,13 @@ def test_one_pair_without_a_direct_way_is_unhealthy() -> None:
     bad = [Finding("b", "a", "tcp", "blocked"), Finding("b", "a", "object_store", "")]
     assert healthy([good])
     assert not healthy([good, *bad])
-    assert "NOT healthy" in report([good, *bad])
-    assert "tcp            from b to a: blocked" in report(bad)
-    assert "What to do: allow TCP connections between these hosts" in report(bad)
+    assert "NOT healthy" in report([good, *bad], {})
+    assert "tcp            from b to a: blocked" in report(bad, {})
+    assert "What to do: allow TCP connections between these hosts" in report(bad, {})
 
 
 def test_every_transport_has_advice_of_its_own() -> None:
-    text = report([Finding("a", "b", name, "broken") for name in backends()])
+    text = report([Finding("a", "b", name, "broken") for name in backends()], {})
     assert "(num_gpus=1)" in text
     assert "the documentation of the package" not in text
 
@@ -49,10 +52,16 @@ def test_report_separates_failures_from_unsupported_pairs() -> None:
         Finding("a", "itself", "host", "not needed within one process"),
         Finding("a", "b", "local", "the value is in another process"),
         Finding("a", "b", "host", ""),
+        Finding("a", "b", "cuda_ipc", NO_DEVICE),
     ]
-    text = report(findings)
+    text = report(findings, {"h (10.0.0.1)": 15, "i (10.0.0.2)": 0})
     assert "local          1 of 1 tests passed" in text
     assert "host           1 of 1 tests passed" in text
     assert "nothing: all tests passed" in text
     assert "another process" not in text
+    assert [line for line in text.splitlines() if "cuda_ipc" in line] == [
+        "  cuda_ipc       not tested, because this process has no CUDA device"
+    ]
+    assert "workers on h (10.0.0.1) run at niceness 15" in text
+    assert "i (10.0.0.2)" not in text
     assert "Healthy" in text

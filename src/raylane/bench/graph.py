@@ -16,11 +16,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import ray
-
 from raylane.bench import goals, graph_cases, measure
 from raylane.bench.graph_cases import CALLS, COMPILED, Blocks, Case, blocks_of, group_by_graph
 from raylane.bench.graph_contenders import Contender, start
+from raylane.bench.local_ray import local_ray
 
 WARM_S, WARM_CALLS = 0.05, 4
 """Length of the warm-up before each block: processes run again after SIGCONT, and waiters adapt to the case."""
@@ -33,11 +32,8 @@ BUSY_PROGRAM = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: 
 
 def run(selected: Sequence[Case], *, quick: bool) -> list[dict[str, Any]]:
     """Start Ray, run every case, and shut Ray down; return one record per case and contender."""
-    ray.init(include_dashboard=False, log_to_driver=False, logging_level="warning")
-    try:
+    with local_ray():
         records = [record for group in group_by_graph(selected) for record in _run_cases(group, quick=quick)]
-    finally:
-        ray.shutdown()
     names = [case.name for case in selected]
     return sorted(records, key=lambda record: names.index(record["case"]))
 

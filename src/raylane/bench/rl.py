@@ -6,16 +6,14 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import ray
-
 from raylane.bench import goals, measure, rl_cases
+from raylane.bench.local_ray import local_ray
 from raylane.bench.rl_cases import PLAIN, QUEUE, RAY_ACTOR, RAY_QUEUE, SYNC, Case, blocks_of
 from raylane.bench.rl_contenders import STARTS, LoopContender, LoopParts, QueueContender, start_queues
 from raylane.rl import sorting
@@ -49,19 +47,8 @@ Contender = QueueContender | LoopContender
 
 def run(selected: Sequence[Case], *, quick: bool) -> list[dict[str, Any]]:
     """Start Ray, run every case, and shut Ray down; return one record per case and contender."""
-    # Ray's default of 15 lets a busy neighbour starve the actors.
-    os.environ.setdefault("RAY_worker_niceness", "0")
-    ray.init(
-        address="local",
-        num_cpus=LOGICAL_CPUS,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="warning",
-    )
-    try:
+    with local_ray(num_cpus=LOGICAL_CPUS):
         return [record for case in selected for record in run_case(case, quick=quick)]
-    finally:
-        ray.shutdown()
 
 
 def run_case(case: Case, *, quick: bool) -> list[dict[str, Any]]:

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import ray
-
 from raylane.bench import goals, measure, sft_peers
+from raylane.bench.local_ray import local_ray
 from raylane.bench.sft_cases import (
     CASES,
     GOALS,
@@ -49,11 +48,8 @@ def run(selected: Sequence[Case], *, quick: bool) -> list[dict[str, Any]]:
     of_peers = sft_peers.run(quick=quick) if peers else []
     if not selected:
         return of_peers
-    ray.init(include_dashboard=False, log_to_driver=False, logging_level="warning")
-    try:
+    with local_ray():
         records = [record for group in group_by_workers(selected) for record in _run_group(group, quick=quick)]
-    finally:
-        ray.shutdown()
     names = [case.name for case in selected]
     return [*sorted(records, key=lambda record: names.index(record["case"])), *of_peers]
 

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import ray
 import torch
 
 from raylane.bench import goals, measure, transfer_cases
+from raylane.bench.local_ray import local_ray
 from raylane.bench.transfer_cases import BASELINE, PASS, SIZES, Case, blocks_of, grouped
 from raylane.bench.transfer_contenders import Contender, start, unavailable
 
@@ -24,11 +24,8 @@ def run(selected: Sequence[Case], *, quick: bool) -> list[dict[str, Any]]:
     """
     if any(case.cuda for case in selected) and not torch.cuda.is_available():
         raise SystemExit("raylane bench: --cuda needs a GPU that torch can use (torch.cuda.is_available() is False)")
-    ray.init(include_dashboard=False, log_to_driver=False, logging_level="warning")
-    try:
+    with local_ray():
         records = [record for group in grouped(selected) for record in _run_group(group, quick=quick)]
-    finally:
-        ray.shutdown()
     names = [case.name for case in selected]
     return sorted(records, key=lambda record: names.index(record["case"]))
 

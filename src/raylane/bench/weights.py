@@ -13,6 +13,7 @@ from typing import Any
 import ray
 
 from raylane.bench import goals, measure, weights_cases
+from raylane.bench.local_ray import local_ray
 from raylane.bench.weights_cases import COPIED, MAPPED, RAYLANE, STORE, Case, grouped, rounds_of
 from raylane.bench.weights_contenders import Contender, forget_peak, start, unavailable
 
@@ -22,11 +23,8 @@ WARM_UPS = 3
 
 def run(selected: Sequence[Case], *, quick: bool) -> list[dict[str, Any]]:
     """Start Ray, run every case, and shut Ray down; return one record per case and contender."""
-    ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level="warning")
-    try:
+    with local_ray(address="local"):
         records = [record for group in grouped(selected) for record in run_group(group, quick=quick)]
-    finally:
-        ray.shutdown()
     names = [case.name for case in selected]
     return sorted(records, key=lambda record: names.index(record["case"]))
 

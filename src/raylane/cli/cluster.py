@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import ray
 
+from raylane.core.reachable import check_reachable
 from raylane.errors import ConfigError
 
 
@@ -27,8 +28,9 @@ def connected(address: str | None) -> Iterator[None]:
         return
     address = address or os.environ.get("RAY_ADDRESS") or "auto"
     try:
+        check_reachable(address)
         ray.init(address=address, log_to_driver=False, logging_level="warning")
-    except ConnectionError as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(
             f"could not connect to a Ray cluster at {address}: {error}. Name a running one with --address"
         ) from error

@@ -9,7 +9,7 @@ import argparse
 import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -20,8 +20,10 @@ import torch
 
 from raylane.core.deadline import Deadline
 from raylane.core.native import NATIVE, PURE_VARIABLE
+from raylane.core.variables import WORKER_NICENESS
 from raylane.errors import RaylaneError
 from raylane.transport.api import put
+from raylane.transport.backends.base import NO_DEVICE
 from raylane.transport.backends.registry import backends
 from raylane.transport.link.endpoint import endpoint
 from raylane.transport.read.reader import collect
@@ -58,9 +60,9 @@ class Probe:
         """Read a test value with every transport; return transport -> reason for failure, or ""."""
         return try_all(refs[0], fill)
 
-    def where(self) -> str:
-        """Return host name and IP address of this process."""
-        return f"{platform.node()} ({ray.util.get_node_ip_address()})"
+    def where(self) -> tuple[str, int]:
+        """Return host name and IP address of this process, and its niceness."""
+        return f"{platform.node()} ({ray.util.get_node_ip_address()})", os.getpriority(os.PRIO_PROCESS, 0)
 
 
 def try_all(ref: Any, fill: float) -> dict[str, str]:
@@ -88,32 +90,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Test all transports, print the report, and return 0 if the result is healthy, otherwise 1."""
+    """Test all transports, print the report, and return 0 if the result is healthy, otherwise 1.
+
+    A Ray that this starts has the settings of any other `ray.init()`, because its workers are what the report is about.
+    """
+    print("\n".join(["This machine", *(f"  {name:15}{value}" for name, value in facts().items())]))
+    print("\nTesting all transports between the driver and two actors on each node ...", flush=True)
     started = not ray.is_initialized()
     if started:
         ray.init(
             address=os.environ.get("RAY_ADDRESS"), include_dashboard=False, log_to_driver=False, logging_level="warning"
         )
     try:
-        findings = examine()
+        findings, niceness = examine()
     finally:
         if started:
             ray.shutdown()
-    print(report(findings))
+    print(report(findings, niceness))
     if args.json is not None:
         args.json.write_text(json.dumps({"facts": facts(), "findings": [asdict(f) for f in findings]}, indent=1) + "\n")
     return 0 if healthy(findings) else 1
 
 
-def examine() -> list[Finding]:
-    """Start two probes on every node, and let each probe and this driver read from each."""
+def examine() -> tuple[list[Finding], dict[str, int]]:
+    """Start two probes on every node, and let each probe and this driver read from each.
+
+    Returns the findings, and the niceness of an actor on each node.
+    """
     places: list[tuple[str, Any]] = [("driver", Probe())]
+    niceness = {}
     for node in ray.nodes():
         if node["Alive"]:
             on_node = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
             for i in (1, 2):  # two, so that there is a pair of processes on a cluster of one node
                 probe = ray.remote(num_cpus=0)(Probe).options(scheduling_strategy=on_node).remote()
-                places.append((f"actor {i} on {ray.get(probe.where.remote(), timeout=CALL_TIMEOUT_S)}", probe))
+                host, niceness_there = ray.get(probe.where.remote(), timeout=CALL_TIMEOUT_S)
+                places.append((f"actor {i} on {host}", probe))
+                niceness[host] = niceness_there
     findings = []
     # Each source has another fill value, so a reader that gets the value of another source is noticed.
     for fill, (source, publisher) in enumerate(places, 1):
@@ -121,7 +134,7 @@ def examine() -> list[Finding]:
         for reader, probe in places:
             for transport, why_not in _call(probe, "read", ref, float(fill)).items():
                 findings.append(Finding(source, "itself" if reader == source else reader, transport, why_not))
-    return findings
+    return findings, niceness
 
 
 def _call(probe: Any, name: str, *args: Any) -> Any:
@@ -164,17 +177,22 @@ def facts() -> dict[str, str]:
     }
 
 
-def report(findings: Sequence[Finding]) -> str:
-    """Return the findings as text: what works, what does not and why, what to do, and the result."""
-    lines = ["This machine", *(f"  {name:15}{value}" for name, value in facts().items())]
+def report(findings: Sequence[Finding], niceness: Mapping[str, int]) -> str:
+    """Return the findings as text: what works, what does not and why, what to do, and the result.
+
+    `niceness` is that of Ray's workers, by host.
+    """
     tested = [finding for finding in findings if applies(finding)]
-    lines += ["", "What works"]
+    lacking = [name for name in backends() if _lacks_device(name, tested)]
+    lines = ["", "What works"]
     for name, backend in backends().items():
         findings_of_transport = [finding for finding in tested if finding.transport == name]
+        if name in lacking:
+            continue
         works = sum(not finding.why_not for finding in findings_of_transport)
         lines.append(f"  {name:15}{works} of {len(findings_of_transport)} tests passed: {backend.capability.summary}")
     lines += ["", "What does not work"]
-    failed = [finding for finding in tested if finding.why_not]
+    failed = [finding for finding in tested if finding.why_not and finding.transport not in lacking]
     for name in dict.fromkeys(finding.transport for finding in failed):
         lines += [
             f"  {name:15}from {finding.source} to {finding.reader}: {finding.why_not}"
@@ -184,6 +202,13 @@ def report(findings: Sequence[Finding]) -> str:
         lines.append(f"  {'':15}What to do: {backends()[name].capability.remedy}")
     if not failed:
         lines.append("  nothing: all tests passed")
+    lines += [f"  {name:15}not tested, because {NO_DEVICE}" for name in lacking]
+    lines += [
+        f"  {'priority':15}Ray's workers on {host} run at niceness {number}, so other programs on busy cores go first. "
+        f"What to do: set {WORKER_NICENESS}=0 before `ray.init()` or `ray start`"
+        for host, number in niceness.items()
+        if number > 0
+    ]
     return "\n".join([*lines, "", "Result", *_result(findings)])
 
 
@@ -202,6 +227,12 @@ def _result(findings: Sequence[Finding]) -> list[str]:
 def applies(finding: Finding) -> bool:
     """Return True if the transport is meant for this pair: local within a process, all others between processes."""
     return _by_ray(finding) or backends()[finding.transport].capability.own_objects == (finding.reader == "itself")
+
+
+def _lacks_device(transport: str, tested: Sequence[Finding]) -> bool:
+    """Return True if a transport was refused everywhere, because it needs a CUDA device and there is none."""
+    reasons = {finding.why_not for finding in tested if finding.transport == transport}
+    return reasons == {NO_DEVICE}
 
 
 def _by_ray(finding: Finding) -> bool:

@@ -108,12 +108,25 @@ def read_command(args: argparse.Namespace) -> tuple[RunConfig, Starter | None]:
     return fetch_models(config), run_starter
 
 
+class LogLines(logging.Formatter):
+    """Lines such as 'warning: ...', and bare ones for what is no warning."""
+
+    def __init__(self, start: str) -> None:
+        super().__init__("%(message)s")
+        self._start = start
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the text of a message."""
+        kind = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
+        return f"{self._start}{kind}{super().format(record)}"
+
+
 def set_up_logging(level: str) -> None:
     """Write raylane's log messages from `level` on to standard error; other libraries are not changed."""
     handler = logging.StreamHandler()
     # On a terminal a log line replaces the live progress bar (carriage return, then ECMA-48 EL: erase in line).
     clear = "\r\x1b[K" if sys.stderr.isatty() else ""
-    handler.setFormatter(logging.Formatter(f"{clear}%(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(LogLines(clear))
     # Only raylane's logger: a root handler would also print the messages of all other libraries.
     log = logging.getLogger("raylane")
     log.handlers[:] = [handler]

@@ -158,14 +158,17 @@ def render(plan: RunPlan, config: RunConfig) -> str:
     """Return the forecast as plain text, several lines."""
     policy, offloads = config.policy, config.policy.dtensor_cfg.cpu_offload
     batch = policy.train_global_batch_size
-    micro = f"{plan.micro_batches} micro-batches x {counted(policy.train_micro_batch_size, 'row')}"
+    micro = f"{counted(plan.micro_batches, 'micro-batch', 'es')} x {counted(policy.train_micro_batch_size, 'row')}"
     if policy.dynamic_batching.enabled:
         share = batch // plan.dims.readers
         micro = f"{share} rows in micro-batches of at most {policy.micro_batch_tokens:,} tokens"
     # Rows that are not packed end with the longest row of their micro-batch.
     most = "" if policy.sequence_packing.enabled else "at most "
     positions = f"{most}{batch * policy.max_total_sequence_length:,} positions a step"
-    validations = f"{plan.validations} times, {plan.validation_batches} batches each" if plan.validations else "never"
+    validations = "never"
+    if plan.validations:
+        each = counted(plan.validation_batches, "batch", "es")
+        validations = f"{counted(plan.validations, 'time')}, {each} each"
     lines = [
         ("mesh", _mesh(plan, config)),
         ("model", _model(plan, config)),
@@ -236,7 +239,7 @@ def _save(plan: RunPlan, config: RunConfig) -> str:
     shape = plan.shape
     trained = shape.num_parameters if shape.num_trained is None else shape.num_trained
     state = 4 * (shape.num_parameters + (2 * trained if config.checkpointing.save_optimizer else 0))
-    return f"{plan.saves} times to {config.checkpointing.checkpoint_dir}, {_size(state)} each"
+    return f"{counted(plan.saves, 'time')} to {config.checkpointing.checkpoint_dir}, {_size(state)} each"
 
 
 def _memory(memory: MemoryEstimate) -> str:

@@ -7,23 +7,23 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import ray
 
+from raylane.core.reachable import check_reachable
+from raylane.core.variables import AT_NORMAL_PRIORITY, variables
 from raylane.errors import ConfigError
 from raylane.training.config.schema import ClusterConfig
-
-_CONNECT_TIMEOUT_S = 15.0
-"""Time in seconds in which a Ray cluster must accept a connection."""
 
 
 @contextmanager
 def connect(cluster: ClusterConfig, more: Mapping[str, Demand] | None = None) -> Iterator[None]:
     """Provide an initialised Ray during the `with` block; a Ray that the caller has initialised is left as it is.
+
+    A local Ray runs its workers at normal priority (niceness 0), unless RAY_worker_niceness is set.
 
     `more` are actors beside the workers, by the key of their number. Raises ConfigError if nothing answers at the
     address, if it is the address of a Ray client server, or if workers and these actors together need more CPUs or GPUs
@@ -43,7 +43,8 @@ def connect(cluster: ClusterConfig, more: Mapping[str, Demand] | None = None) ->
     if address == "local":
         # Ray counts logical CPUs. With fewer cores than workers the run is slow, but it must not wait forever.
         cpus = max(sum(demand.actors * demand.cpus for demand in demands.values()), os.cpu_count() or 1)
-        ray.init(address="local", num_cpus=cpus, include_dashboard=False, logging_level=level)
+        with variables(AT_NORMAL_PRIORITY, keep=True):
+            ray.init(address="local", num_cpus=cpus, include_dashboard=False, logging_level=level)
     else:
         if address.startswith("ray://"):
             raise ConfigError(
@@ -51,16 +52,10 @@ def connect(cluster: ClusterConfig, more: Mapping[str, Demand] | None = None) ->
                 "twice. Start the command on a node of the cluster (`ray job submit`, see docs/howto/cluster.md) with "
                 f"{source}=auto"
             )
-        host, colon, port = address.rpartition(":")
-        if colon and port.isdecimal():  # unlike "auto"
-            # Ray itself would try for minutes.
-            try:
-                socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT_S).close()
-            except (OSError, OverflowError) as error:
-                raise _unreachable(address, source, error) from error
         try:
+            check_reachable(address)
             ray.init(address=address, logging_level=level)
-        except (ConnectionError, ValueError) as error:  # "auto" without a cluster, a text that is no address
+        except (OSError, ValueError) as error:  # "auto" without a cluster, a text that is no address
             raise _unreachable(address, source, error) from error
     try:
         if more:

@@ -26,6 +26,7 @@ from raylane.transport.value.parts import Part
 from raylane.transport.value.source import Source
 from raylane.transport.value.ticket import Ticket
 
+NO_DEVICE = "this process has no CUDA device"
 AUTO = "auto"
 """Name that lets each reader choose the transport."""
 
@@ -146,7 +147,7 @@ class Backend(abc.ABC):
         if capability.own_objects and not there.same_process(place):
             return f"the value is in another process ({there}); this is {place}"
         if capability.needs_device and not has_cuda():
-            return "this process has no CUDA device"
+            return NO_DEVICE
         if there.same_process(place) and not capability.same_process:
             return "source and reader are one process"
         if not there.same_host(place) and not capability.across_hosts:
