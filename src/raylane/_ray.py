@@ -55,6 +55,7 @@ __all__ = [
     "METHOD_OPTIONS",
     "OPTIONS_KEYWORD",
     "CloudPickler",
+    "actor_class",
     "actor_id_of",
     "actor_loop",
     "actor_target",
@@ -64,7 +65,6 @@ __all__ = [
     "call_identity",
     "called_method",
     "class_name_of",
-    "connected",
     "current_actor_id",
     "dag_collective",
     "dag_collective_calls",
@@ -99,6 +99,7 @@ __all__ = [
     "raised_at",
     "raised_form",
     "session",
+    "started_here",
     "submit",
     "task_error",
     "tensor_transport_class",
@@ -122,16 +123,16 @@ OPTIONS_KEYWORD = "_raylane_options"
 _KV_NAMESPACE = b"raylane"
 
 
-def connected() -> bool:
-    """Return True if this process is connected to a Ray cluster."""
-    return bool(ray.is_initialized())
-
-
 def session() -> Any:
     """Return the object that stands for this process's session of a cluster; None when not connected. 0.2 us."""
     # Ray makes a Node for each `ray.init` and each worker process.
     worker = _worker.global_worker
     return worker.node if worker.connected else None
+
+
+def started_here() -> bool:
+    """Return True if this process started the Ray that it is connected to, which does not grow by itself."""
+    return bool(getattr(session(), "head", False))
 
 
 def current_actor_id() -> str | None:
@@ -147,8 +148,7 @@ def call_identity() -> tuple[str, bytes] | None:
         return None
     core = worker.core_worker
     name = core.get_current_task_function_name()
-    # The name is empty outside of tasks.
-    if not name:
+    if not name:  # outside of tasks
         return None
     return name, core.get_current_task_id().binary()
 
@@ -167,17 +167,20 @@ def is_task_worker() -> bool:
     return bool(worker.mode == _worker.WORKER_MODE and worker.actor_id.is_nil())
 
 
+def actor_class() -> type | None:
+    """Return the class of the actor in this process; None if there is none."""
+    worker = _worker.global_worker
+    actor_id = worker.actor_id
+    instance = None if actor_id is None or actor_id.is_nil() else worker.actors.get(actor_id)
+    return None if instance is None else type(instance)
+
+
 def actor_target(name: str) -> Any:
     """Return the attribute of the actor's class under a method name, without Ray's tracing wrapper.
 
     None if this process is not an actor, or its class has no such attribute.
     """
-    worker = _worker.global_worker
-    actor_id = worker.actor_id
-    instance = None if actor_id is None or actor_id.is_nil() else worker.actors.get(actor_id)
-    if instance is None:
-        return None
-    attribute = inspect.getattr_static(type(instance), name, None)
+    attribute = inspect.getattr_static(actor_class(), name, None)
     if isinstance(attribute, classmethod | staticmethod):
         attribute = attribute.__func__
     return _untraced(attribute)
@@ -201,12 +204,9 @@ def untraced_method(instance: Any, name: str) -> Any:
 
 def describe_self() -> str:
     """Return the name of this process for error messages: its actor and class, `the driver` or `a task worker`."""
-    worker = _worker.global_worker
-    actor_id = worker.actor_id
-    instance = None if actor_id is None or actor_id.is_nil() else worker.actors.get(actor_id)
-    if instance is not None:
-        return f"Actor({type(instance).__name__}, {actor_id.hex()})"
-    return "the driver" if worker.mode == _worker.SCRIPT_MODE else "a task worker"
+    if (cls := actor_class()) is not None:
+        return f"Actor({cls.__name__}, {current_actor_id()})"
+    return "the driver" if _worker.global_worker.mode == _worker.SCRIPT_MODE else "a task worker"
 
 
 def node_ip() -> str:

@@ -121,6 +121,6 @@ def test_mistakes_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
         raylane.register_transport("x", FileManager, devices="cpu")
     with pytest.raises(ValueError, match="unknown"):
         raylane.put(torch.ones(3), tensor_transport="nobody-knows-this")
-    monkeypatch.setattr("raylane._ray.connected", lambda: False)
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
     with pytest.raises(TransportUnavailableError, match=r"ray\.init"):
         raylane.register_transport("x", FileManager)

@@ -95,9 +95,11 @@ def test_batches_that_do_not_fit_are_refused_by_key(batches, message):
 
 def test_values_of_other_kinds_are_refused_by_key():
     with pytest.raises(TypeError, match="'a' is a tuple"):
-        _ = BatchDict({"a": (1, 2)}).size
+        BatchDict({"a": (1, 2)})
     with pytest.raises(ValueError, match="'a' is a tensor without dimensions"):
-        _ = BatchDict({"a": torch.tensor(1)}).size
+        BatchDict({"a": torch.tensor(1)})
+    with pytest.raises(ValueError, match=r"same number of rows, got \{'a': 2, 'b': 1\}"):
+        BatchDict(a=torch.ones(2), b=["x"])
 
 
 def test_pad_grows_to_a_number_of_rows():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import socket
@@ -21,7 +22,8 @@ from raylane.errors import WorkerCallError, WorkerGroupError, WorkerLostError
 from raylane.graph.plan.ir import DRIVER
 from raylane.workers.batch import BatchDict
 from raylane.workers.compiled import CompiledWorkerGroup
-from raylane.workers.group import WorkerGroup, WorkerOptions
+from raylane.workers.group import WorkerGroup, WorkerOptions, order_by_devices
+from raylane.workers.host import Seat
 from raylane.workers.sharding import NamedSharding
 from workers import worker_classes
 from workers.worker_classes import Recorder
@@ -97,12 +99,12 @@ from raylane.workers.group import WorkerGroup, WorkerOptions
 from workers import worker_classes
 ray.cloudpickle.register_pickle_by_value(worker_classes)
 
-cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
-cluster.add_node(num_cpus=2)
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "num_gpus": 4, "include_dashboard": False})
+cluster.add_node(num_cpus=2, num_gpus=2)
 ray.init(address=cluster.address, log_to_driver=False, logging_level="error")
-for options in (WorkerOptions(placement_strategy="SPREAD"), WorkerOptions(workers_per_node=2)):
+for options in (WorkerOptions(num_gpus=1, placement_strategy="SPREAD"), WorkerOptions(num_gpus=1, workers_per_node=2)):
     with WorkerGroup(worker_classes.Recorder, 4, options=options) as group:
-        asked = group.run_all_workers_single_data("environment", ["NODE_RANK", "LOCAL_RANK"])
+        asked = group.run_all_workers_single_data("environment", ["NODE_RANK", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES"])
         print(json.dumps([list(one.values()) for one in group.get_all_worker_results(asked, 60)]))
 ray.shutdown()
 cluster.shutdown()
@@ -110,13 +112,22 @@ cluster.shutdown()
 
 
 @pytest.mark.slow
-def test_ranks_are_consecutive_on_each_of_two_nodes():
+def test_ranks_and_gpus_ascend_on_each_of_two_nodes():
     tests = str(Path(__file__).parents[1])
     done = subprocess.run([sys.executable, "-c", TWO_NODES, tests], capture_output=True, text=True, timeout=540)
     assert done.returncode == 0, done.stderr[-3000:]
     spread, two_each = map(json.loads, done.stdout.splitlines()[-2:])
     assert spread == sorted(spread), "however Ray has numbered the places"
-    assert two_each == [["0", "0"], ["0", "1"], ["1", "0"], ["1", "1"]]
+    assert [one[:2] for one in two_each] == [["0", "0"], ["0", "1"], ["1", "0"], ["1", "1"]]
+    assert two_each == sorted(two_each)
+
+
+def test_ranks_are_ordered_by_devices_within_their_node():
+    nodes, devices = "ababa", [(3,), (0,), (1,), (1,), (2,)]
+    seats = [Seat(node, "10.0.0.1", 1, device, 0, None) for node, device in zip(nodes, devices, strict=True)]
+    assert order_by_devices(seats) == [2, 1, 4, 3, 0]
+    without = [dataclasses.replace(seat, devices=()) for seat in seats]
+    assert order_by_devices(without) == [0, 1, 2, 3, 4]
 
 
 def test_torch_distributed_joins_through_the_environment(group):
@@ -360,10 +371,13 @@ def test_a_failing_constructor_is_told_and_leaves_nothing(ray_session, kind):
 
 def test_unplaceable_group_names_demand_and_supply(ray_session, kind):
     before = placements()
-    with pytest.raises(
-        WorkerGroupError, match=r"could not place 2 workers of \{'CPU': 500.0\}.*within 1 s.*'CPU': 8.0"
+    with pytest.raises(WorkerGroupError, match=r"2 workers of \{'CPU': 500.0\} need more than .*: \{'CPU': 8.0\}"):
+        kind(Recorder, 2, options=WorkerOptions(num_cpus=500))
+    with (
+        kind(Recorder, 1, options=WorkerOptions(num_cpus=1)),
+        pytest.raises(WorkerGroupError, match=r"could not place 1 workers of \{'CPU': 8.0\}.*1 s.*'CPU': 8.0\}"),
     ):
-        kind(Recorder, 2, options=WorkerOptions(num_cpus=500, start_timeout_s=1))
+        kind(Recorder, 1, options=WorkerOptions(num_cpus=8, start_timeout_s=1))
     assert placements() == before
 
 

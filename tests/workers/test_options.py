@@ -99,6 +99,8 @@ def test_a_missing_argument_is_named_before_anything_is_sent():
     """R4: a missing "data" or "loss_fn" was a bare remote KeyError."""
     with pytest.raises(TypeError, match=r"Worker.train\(self, data, loss_fn, .*missing a required argument: 'loss_fn'"):
         check_call(Worker, "train", 0, ["data"])
+    with pytest.raises(TypeError, match=r"missing .*'loss_fn'. It has no argument 'los_fn' \(did you mean 'loss_fn'\?"):
+        check_call(Worker, "train", 0, ["data", "los_fn"])
     with pytest.raises(TypeError, match="unexpected keyword argument 'gbs'"):
         check_call(Worker, "train", 2, ["gbs"])
     with pytest.raises(TypeError, match="multiple values for argument 'data'"):

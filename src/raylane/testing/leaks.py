@@ -17,6 +17,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+import ray
+
 from raylane import _ray
 from raylane.transport.link import endpoint
 
@@ -37,7 +39,7 @@ def snapshot() -> Snapshot:
     current = endpoint.existing()
     return Snapshot(
         actors=frozenset(f"{name} {actor}" for actor, name in _ray.living_actors().items())
-        if _ray.connected()
+        if ray.is_initialized()
         else frozenset(),
         threads=frozenset(f"{t.name} {t.ident}" for t in threading.enumerate() if t.name.startswith("raylane")),
         descriptors=frozenset(descriptors()),

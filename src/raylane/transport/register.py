@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import ray
 from ray.experimental import TensorTransportManager
 
-from raylane import _ray
 from raylane.errors import TransportUnavailableError
 from raylane.transport.backends.base import AUTO
 from raylane.transport.backends.ray_managers import registered
@@ -43,6 +43,6 @@ def register_transport(name: str, manager_class: Any, *, devices: Sequence[str] 
     # A string is a sequence of letters, and "cpu" is an easy mistake for ["cpu"].
     if isinstance(devices, str) or not devices:
         raise ValueError(f"devices must be a list of device types such as ['cpu'], got {devices!r}")
-    if not _ray.connected():
+    if not ray.is_initialized():
         raise TransportUnavailableError("the other processes find a transport through Ray. Call ray.init() before")
     registered.announce(name, manager_class, devices)

@@ -20,10 +20,15 @@ import torch
 class BatchDict(dict[str, Any]):
     """A dict of torch tensors [B, ...] of any dtype and device, or lists of length B, with the same B for all keys.
 
+    The constructor and all methods check this: ValueError with keys and sizes, TypeError for any other kind of value.
     Methods return new batches and do not change this one; `slice`, `chunk` and shards without reordering share its
-    storage. Methods raise ValueError with key and sizes if the values have different B, and TypeError for any other
-    kind of value.
+    storage.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Take the arguments of dict."""
+        super().__init__(*args, **kwargs)
+        self.size  # noqa: B018 - the property raises
 
     @property
     def size(self) -> int:

@@ -8,13 +8,14 @@ Calls do not wait: the `run_*` methods send and return a `GroupFuture`, and `get
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeAlias
 
@@ -28,6 +29,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from raylane import _ray
 from raylane.core.deadline import Deadline
 from raylane.core.finalizing import finalize_here
+from raylane.core.variables import WORKER_NICENESS
 from raylane.errors import WorkerCallError, WorkerGroupError
 from raylane.graph.values import references
 from raylane.transport.api import put
@@ -308,6 +310,13 @@ class WorkerGroup:
 
     def _start(self, deadline: float) -> None:
         bundles, strategy = self._options.bundles(self.size)
+        needed, total = self._options.bundle(), ray.cluster_resources()
+        lacking = {name: amount for name, amount in needed.items() if total.get(name, 0.0) < amount * self.size}
+        if lacking and _ray.started_here():
+            raise WorkerGroupError(
+                f"{self.size} workers of {needed} need more than this Ray has: {_amounts(total, needed)}. It was "
+                "started by this process and does not grow. Ask for fewer resources, or start a larger cluster"
+            )
         self._placement = placement_group(bundles, strategy=strategy)
         self._dropped = finalize_here(self, _release, self._placement)
         self._dropped.atexit = False  # Ray ends the placement group with the driver
@@ -315,8 +324,8 @@ class WorkerGroup:
             limit = self._options.start_timeout_s
             raise WorkerGroupError(
                 f"the cluster could not place {self.size} workers of {self._options.bundle()} ({len(bundles)} bundles, "
-                f"{strategy}) within {limit} s. Free now: {_amounts(ray.available_resources())}, "
-                f"total: {_amounts(ray.cluster_resources())}. Add nodes, or ask for fewer resources"
+                f"{strategy}) within {limit} s. Free now: {_amounts(ray.available_resources(), needed)}, "
+                f"total: {_amounts(ray.cluster_resources(), needed)}. Add nodes, or ask for fewer resources"
             )
         # Create all actors before waiting for any of them, so that their processes start in parallel.
         remote_host, name = ray.remote(WorkerHost), self.worker_class.__name__
@@ -324,13 +333,20 @@ class WorkerGroup:
             seat = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=bundle)
             options = self._options.remote_options(rank)
             self._actors.append(remote_host.options(scheduling_strategy=seat, **options).remote(rank, name))
-        seats = [actor.take_seat.remote(rank == 0) for rank, actor in enumerate(self._actors)]
-        starting = GroupFuture(
-            f"{self.worker_class.__name__}.starting", plan_some(self.sharding), RefCalls(seats), self._failures
-        )
-        located = self._first_results(starting, deadline)
+        located = self._take_seats(deadline)
+        order = order_by_devices(located)
+        if order != list(range(self.size)) and not self._options.name_prefix:  # a name has the rank in it
+            self._actors = [self._actors[index] for index in order]
+            located = self._take_seats(deadline)
+        _warn_of_niceness(max(seat.niceness for seat in located))
         self._env, self.node_ids = _rank_variables(located), tuple(seat.node_id for seat in located)
         self._first_results(self._construct(range(self.size)), deadline)
+
+    def _take_seats(self, deadline: float) -> list[Seat]:
+        seats = [actor.take_seat.remote(rank) for rank, actor in enumerate(self._actors)]
+        label = f"{self.worker_class.__name__}.starting"
+        starting = GroupFuture(label, plan_some(self.sharding), RefCalls(seats), self._failures)
+        return self._first_results(starting, deadline)
 
     def _construct(self, ranks: Sequence[int]) -> GroupFuture:
         """Construct the workers of these ranks, each with its own environment variables."""
@@ -503,6 +519,31 @@ def _bundle_of_each_rank(placement: PlacementGroup, size: int) -> list[int]:
     return [index for index in ordered for _ in range(each)]
 
 
+def order_by_devices(seats: Sequence[Seat]) -> list[int]:
+    """Return the indices of `seats` in an order in which the devices of each node ascend; each keeps its node's places.
+
+    Ray gives the GPUs of a node to actors in the order in which their processes happen to start.
+    """
+    order = list(range(len(seats)))
+    for node in {seat.node_id for seat in seats}:
+        places = [index for index, seat in enumerate(seats) if seat.node_id == node]
+        ordered = sorted(places, key=lambda index: (seats[index].devices, index))
+        for place, index in zip(places, ordered, strict=True):
+            order[place] = index
+    return order
+
+
+@functools.cache  # once in a process
+def _warn_of_niceness(niceness: int) -> None:
+    if niceness > 0:
+        _log.warning(
+            "the workers run at niceness %d, so other programs on the same cores go first and calls may take ten times "
+            "as long. Where cores are shared, set %s=0 before `ray start`, or before ray.init() without a cluster",
+            niceness,
+            WORKER_NICENESS,
+        )
+
+
 def _rank_variables(seats: Sequence[Seat]) -> list[dict[str, str]]:
     """Return the environment variables of each rank; nodes are numbered in the order of their first rank."""
     nodes = list(dict.fromkeys(seat.node_id for seat in seats))
@@ -529,7 +570,7 @@ def _wait_dead(actors: Sequence[Any], deadline: float) -> bool:
     # A call to a dead actor fails at once, while a dying actor may still answer: repeat the calls until all fail.
     alive = list(actors)
     while alive:
-        probes = {actor.take_seat.remote(False): actor for actor in alive}
+        probes = {actor.__ray_ready__.remote(): actor for actor in alive}
         done, late = ray.wait(list(probes), num_returns=len(probes), timeout=max(0.0, deadline - time.monotonic()))
         alive = []
         for ref in done:
@@ -543,6 +584,6 @@ def _wait_dead(actors: Sequence[Any], deadline: float) -> bool:
     return True
 
 
-def _amounts(resources: Mapping[str, float]) -> dict[str, float]:
-    """Return resources without Ray's own entries for nodes and placement groups."""
-    return {name: amount for name, amount in resources.items() if ":" not in name and "_group_" not in name}
+def _amounts(resources: Mapping[str, float], needed: Iterable[str]) -> dict[str, float]:
+    """Return the amounts of the needed resources."""
+    return {name: resources.get(name, 0.0) for name in needed}

@@ -11,6 +11,7 @@ import inspect
 import os
 import pickle
 import socket
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -42,6 +43,9 @@ class Seat:
     address: str
     """IP address of the node."""
     pid: int
+    devices: tuple[int, ...]
+    """GPUs that Ray assigned to the process, by their numbers on the node."""
+    niceness: int
     store_port: int | None
     """Port of the rendezvous store in the process that opened it (rank 0); None in the other processes."""
 
@@ -74,12 +78,16 @@ class WorkerHost:
         # Ray begins each line of an actor's output with it.
         return f"{self._name} rank {self._rank}"
 
-    def take_seat(self, opens_store: bool) -> Seat:
-        """Return the location of this process; on rank 0 also open the store that MASTER_PORT names."""
+    def take_seat(self, rank: int) -> Seat:
+        """Take a rank and return the location of this process; on rank 0 also open the store that MASTER_PORT names."""
+        if rank != self._rank:
+            self._rank, self._store = rank, None
+            for stream in (sys.stdout, sys.stderr):  # so Ray 2.60 learns how the lines of this actor begin
+                print(f":actor_name:{self!r}", file=stream, flush=True)
         # The store listens on a port from the moment the system chooses it. A port that is looked up, closed and bound
         # again later can be taken by another process in between.
         address = ray.util.get_node_ip_address()
-        if opens_store and self._store is None:
+        if rank == 0 and self._store is None:
             # By default TCPStore listens on every interface, and it does not authenticate its clients: listen on this
             # node's address only. torch owns the socket from here on, so it is detached (torch 2.13, TCPStore's
             # master_listen_fd).
@@ -94,8 +102,14 @@ class WorkerHost:
                     timeout=timedelta(seconds=60),
                     master_listen_fd=listening.detach(),
                 )
-        port = self._store.port if self._store else None
-        return Seat(ray.get_runtime_context().get_node_id(), address, os.getpid(), port)
+        return Seat(
+            ray.get_runtime_context().get_node_id(),
+            address,
+            os.getpid(),
+            tuple(int(number) for number in ray.get_gpu_ids()),
+            os.getpriority(os.PRIO_PROCESS, 0),
+            self._store.port if self._store else None,
+        )
 
     def hold(self, references: list[Any]) -> None:
         """Keep the references in the arguments of the constructor, which runs next."""
@@ -184,7 +198,7 @@ class WorkerHost:
         `packed` holds class and arguments, packed by `graph.values.references`; `hold` has brought the references.
         """
         os.environ.update(env)
-        self._failed = None
+        self._rank, self._failed = int(env["RANK"]), None  # Ray starts a process again with the rank that it first had
         with _raised_as_sendable():
             held, self._held = self._held, []
             worker_class, args, kwargs = references.unpack(packed, held)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -37,18 +37,26 @@ def check_call(worker_class: type, method: str, num_positional: int, keywords: I
         raise TypeError(f"{where} is asynchronous; workers of a group run plain methods. Make the method synchronous")
     if inspect.isgeneratorfunction(function):
         raise TypeError(f"{where} is a generator. Return a list instead")
-    signature = inspect.signature(function)
     bound_to_self = not isinstance(inspect.getattr_static(worker_class, method), (staticmethod, classmethod))
-    try:
-        signature.bind(*([None] * (num_positional + bound_to_self)), **dict.fromkeys(keywords))
-    except TypeError as error:
-        raise TypeError(f"{where}{signature}: {error}") from None
+    _bind(where, inspect.signature(function), [None] * (num_positional + bound_to_self), dict.fromkeys(keywords))
 
 
 def check_constructor(worker_class: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Raise TypeError if the class cannot be constructed with these arguments."""
-    signature = inspect.signature(worker_class)
+    _bind(worker_class.__name__, inspect.signature(worker_class), args, kwargs)
+
+
+def _bind(where: str, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise TypeError if these arguments do not fit."""
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
-        raise TypeError(f"{worker_class.__name__}{signature}: {error}") from None
+        # For `dta=` instead of `data=`, Python names only `data`, which is missing.
+        unknown = [name for name in kwargs if name not in signature.parameters]
+        close = [f"{name!r} (did you mean {near[0]!r}?)" for name in unknown if (near := _near(name, signature))]
+        hint = f". It has no argument {', '.join(close)}" if close else ""
+        raise TypeError(f"{where}{signature}: {error}{hint}") from None
+
+
+def _near(name: str, signature: inspect.Signature) -> list[str]:
+    return get_close_matches(name, list(signature.parameters), n=1)

@@ -44,7 +44,10 @@ class WorkerOptions:
     max_concurrency: int = 1
     """Number of calls that run at the same time in one worker, each on its own thread."""
     name_prefix: str = ""
-    """Prefix of actor names, f"{name_prefix}-{rank}", which must be unused in the Ray namespace; empty for no names."""
+    """Prefix of actor names, f"{name_prefix}-{rank}", which must be unused in the Ray namespace; empty for no names.
+
+    Without names, the GPUs of a node's ranks ascend; with names, each rank has the GPU that Ray gave its actor.
+    """
     placement_strategy: str = "PACK"
     """Distribution of bundles over nodes: PACK, SPREAD, STRICT_PACK or STRICT_SPREAD."""
     workers_per_node: int | None = None

@@ -59,10 +59,25 @@ def _is_target(wrapper: Callable[..., Any], name: str) -> bool:
                     UserWarning,
                     stacklevel=4,
                 )
+            elif not is_target and _belongs_to_another_class(wrapper.__qualname__):
+                warnings.warn(
+                    f"{name} called {wrapper.__qualname__}, a method with raylane.method of an object that is no actor "
+                    "of its own, so the tensors stay in its result as usual, and pass through Ray's object store if "
+                    f"{last} returns them. Decorate {last} with raylane.method, or return raylane.put(...) from it",
+                    UserWarning,
+                    stacklevel=4,
+                )
         else:
             is_target = _is_task_function(wrapper, name, last)
         _targets[wrapper, name] = is_target
     return is_target
+
+
+def _belongs_to_another_class(qualified: str) -> bool:
+    """Return True if a method of this qualified name stands in no class that the actor of this process inherits."""
+    owner, _, _ = qualified.rpartition(".")
+    is_method = bool(owner) and not owner.endswith("<locals>")
+    return is_method and all(owner != base.__qualname__ for base in (_ray.actor_class() or object).__mro__)
 
 
 def _is_task_function(wrapper: Callable[..., Any], name: str, last: str) -> bool:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import ray
+
 from raylane import _ray
 
 _PREFIX = "transport/"
@@ -43,7 +45,7 @@ def find(name: str) -> Registered | None:
     The first call in a process asks Ray, and creates the manager.
     """
     known = _known.get(name)
-    if known is not None or not _ray.connected():
+    if known is not None or not ray.is_initialized():
         return known
     with _creating:
         if name not in _known:
