@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import Parameter
 
 from raylane.errors import TensorFreedError
@@ -264,6 +265,14 @@ def test_tensor_without_its_memory_is_not_published(left: int, numel: int) -> No
         with pytest.raises(TensorFreedError, match=f"storage holds {left} bytes"):
             codec.plan_layout([value])
     codec.plan_layout([tensor[:0]])
+
+
+def test_fake_tensors_are_not_published() -> None:
+    with FakeTensorMode():
+        fake = torch.ones(3, 4)
+    for value in (fake, {"a": [fake]}):
+        with pytest.raises(TypeError, match=r"could not publish a tensor of shape \(3, 4\): it is a .*FakeTensor that"):
+            travel(value)
 
 
 def test_tensor_within_a_shrunk_storage_is_published() -> None:

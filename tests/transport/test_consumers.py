@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import warnings
 from typing import Any
 
 import pytest
@@ -62,6 +63,14 @@ class Maker:
     def is_kept(self, value: torch.Tensor) -> bool:
         return value is self.kept
 
+    def warnings_of(self, maker: Maker | None = None) -> list[str]:
+        """Call a decorated method of `maker`, or of this actor, twice; return the warnings."""
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                (maker or self).make()
+        return [str(warning.message) for warning in seen]
+
     @raylane.method
     def calls_itself(self) -> str:
         return f"{type(self.make(3)).__name__} {float(self.make(3)[0])}"
@@ -115,6 +124,8 @@ class User:
     def write(self, value: torch.Tensor) -> float:
         value += 1
         return float(value.double().sum())
+
+    warnings_of = Maker.warnings_of
 
 
 class AsyncUser:
@@ -365,6 +376,13 @@ def test_own_decorated_method_called_in_python_is_plain(crew: Crew) -> None:
     maker = crew.maker
     assert ray.get(maker.calls_itself.remote()) == "Tensor 3.0"
     assert torch.equal(Maker().make(2), expected(2))
+
+
+def test_decorated_method_inside_another_actor_warns_once(crew: Crew) -> None:
+    """As in Ray Serve, whose replica holds the user's object; a subclass and the class itself are no other actor."""
+    (warning,) = ray.get(crew.user.warnings_of.remote(Maker()))
+    assert "warnings_of called Maker.make, a method with raylane.method" in warning
+    assert ray.get(actor(type("Special", (Maker,), {})).warnings_of.remote()) == []
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import socket
 import struct
 import threading
 import time
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,9 +19,11 @@ import pytest
 import torch
 from tests.transport.servers import SECRET, Server, entry_of, read_value
 
+from raylane import _ray
 from raylane.core import place
 from raylane.core.deadline import Deadline
 from raylane.errors import ProtocolError, SourceLostError, TransferTimeoutError
+from raylane.transport.hold import lifetime
 from raylane.transport.hold.lifetime import ActorKeeper, AnchorPool
 from raylane.transport.link import listener, wire
 from raylane.transport.link.connection import Link, LinkPool
@@ -350,6 +353,33 @@ def test_lifetimes_without_threads_are_tried_again(no_threads: pytest.MonkeyPatc
         with pytest.raises(RuntimeError, match="new thread"):
             keeper.keep(b"actor", object())
     keeper.close()
+
+
+def test_ref_that_is_gone_already_calls_back_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values whose refs were dropped at once stayed for ever: Ray calls back only where its answer is True."""
+    called: list[bytes] = []
+    for answer, expected in ((True, []), (False, [b"ref"])):
+        core = types.SimpleNamespace(add_object_out_of_scope_callback=lambda ref, callback, answer=answer: answer)
+        monkeypatch.setattr(_ray._worker, "global_worker", types.SimpleNamespace(core_worker=core))
+        _ray.on_out_of_scope(types.SimpleNamespace(binary=lambda: b"ref"), called.append)
+        assert called == expected
+
+
+def test_spare_anchors_are_dropped_when_none_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray ends no idle worker that owns objects, so workers of tasks that had published once stayed for ever."""
+    monkeypatch.setattr(lifetime, "SPARE_KEPT_S", 0.05)
+    monkeypatch.setattr(lifetime.ray, "put", lambda value: object())
+    monkeypatch.setattr(lifetime._ray, "empty_task_refs", lambda count: [object() for _ in range(count)])
+    anchors = AnchorPool()
+    for _ in range(2):  # the thread that has ended is started again
+        taken = {anchors.take() for _ in range(40)}
+        assert len(taken) == 40
+        thread = anchors._thread
+        assert thread is not None
+        thread.join(60)
+        assert not thread.is_alive()
+        assert not anchors._spare
+    anchors.close()
 
 
 @contextlib.contextmanager

@@ -37,6 +37,8 @@ BATCH = 256
 """Number of anchors from one empty task."""
 FROM_PUT = 8
 """Number of first anchors that come from `ray.put`, so that a rare publisher does not make Ray start a worker."""
+SPARE_KEPT_S = 5.0
+"""Seconds after the last `take` until the spare anchors are dropped."""
 ASK_EVERY_S = 1.0
 ASK_TIMEOUT_S = 5.0
 SESSION_CHECK_S = 2.0
@@ -50,7 +52,9 @@ def _started(run: Callable[[], None], name: str) -> threading.Thread:
 
 
 class AnchorPool:
-    """Spare anchors, made ahead by a thread that the first `take` starts.
+    """Spare anchors, made ahead by a thread that `take` starts, and dropped when none was taken for SPARE_KEPT_S.
+
+    Ray 2.60 ends no idle worker process that owns an object, and spare anchors are objects.
 
     After the first few, anchors are the return refs of empty tasks (BATCH each). Whether such a task has run is
     irrelevant, because only its refs are used. A ref from `ray.put` works as well but costs 0.5 ms instead of 0.03 ms,
@@ -60,6 +64,7 @@ class AnchorPool:
     def __init__(self) -> None:
         self._changed = threading.Condition()  # guards everything below
         self._spare: collections.deque[Any] = collections.deque()
+        self._taken = 0
         self._thread: threading.Thread | None = None
         self._closing = False
         self._error: Exception | None = None
@@ -84,6 +89,7 @@ class AnchorPool:
                     "that Ray still accepts tasks from this process, or raise RAYLANE_TIMEOUT_S"
                 ) from error
             anchor = self._spare.popleft()
+            self._taken += 1
             if len(self._spare) < SPARE_ANCHORS:
                 self._changed.notify_all()
         return anchor
@@ -94,7 +100,11 @@ class AnchorPool:
             with self._changed:
                 enough = SPARE_ANCHORS if count >= FROM_PUT else 1
                 while len(self._spare) >= enough and not self._closing:
-                    self._changed.wait()
+                    taken = self._taken
+                    if not self._changed.wait(SPARE_KEPT_S) and taken == self._taken:
+                        self._spare.clear()
+                        self._thread = None
+                        return
                 if self._closing:
                     return
             try:

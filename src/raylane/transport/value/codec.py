@@ -96,6 +96,8 @@ class _SkeletonPickler(_ray.CloudPickler):  # type: ignore[misc]  # untyped base
 
     def reducer_override(self, obj: Any) -> Any:
         if not is_leaf(obj):
+            if isinstance(obj, torch.Tensor) and hasattr(obj, "fake_mode"):  # others that wrap tensors may be pickled
+                raise TypeError(f"could not publish a tensor of shape {tuple(obj.shape)}: {lacking_memory(obj)}")
             if self._refuse is not None:
                 self._refuse(obj)
             return super().reducer_override(obj)
