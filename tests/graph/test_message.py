@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import contextlib
 import dataclasses
 import enum
 import gc
 import pickle
 import re
+import sqlite3
 import sys
 import threading
 import weakref
@@ -24,6 +26,7 @@ from core.processes import start_code
 from graph.arrival import arrive
 from raylane import _ray
 from raylane.errors import GraphActorDiedError, GraphValueError, TensorFreedError
+from raylane.graph.values.failures import OTHER_THREAD, raised_message
 from raylane.graph.values.message import (
     ERROR,
     MAX_BUFFERS,
@@ -432,6 +435,16 @@ class Mute(Exception):
 
     def __str__(self) -> str:
         raise RuntimeError("no")
+
+
+def test_errors_that_speak_of_threads_say_where_methods_run() -> None:
+    connection = sqlite3.connect(":memory:")
+    with concurrent.futures.ThreadPoolExecutor(1) as other:
+        error = other.submit(connection.execute, "select 1").exception()
+    assert isinstance(error, sqlite3.ProgrammingError)
+    assert OTHER_THREAD in str(arrive(raised_message(error, "A.f")))
+    assert OTHER_THREAD not in str(arrive(raised_message(ValueError("x"), "A.f")))
+    connection.close()
 
 
 def test_encode_error_names_an_unprintable_error() -> None:

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from raylane.errors import CheckpointError
 from raylane.training.model import hf_reader
-from raylane.training.model.hf_reader import INDEX, read_weights, weight_files
+from raylane.training.model.hf_reader import INDEX, read_weights, warn_of_unused, weight_files
 from sft import tiny_run
 
 ONE = {"a": torch.full((2, 2), 1.0)}
@@ -37,6 +37,7 @@ def read(folder: Path) -> dict[str, torch.Tensor]:
     model = torch.nn.Module()
     for name, shape in shapes.items():
         model.register_parameter(name, torch.nn.Parameter(torch.full(shape, torch.nan)))
+    warn_of_unused(model, folder)
     read_weights(model, folder)
     return {name: value.detach() for name, value in model.named_parameters()}
 
@@ -114,6 +115,20 @@ def test_head_that_differs_from_a_tied_embedding_is_refused(tmp_path, monkeypatc
         tied = tied_llama(is_tied=True)
         read_weights(tied, tmp_path)
         assert torch.equal(tied.lm_head.weight, head)
+
+
+def test_weights_without_a_place_in_the_model_are_named(tmp_path, caplog):
+    """A folder of another model was used in part, without a word."""
+    tied_llama(is_tied=True).save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}
+    save_file({**stored, **buffer}, tmp_path / "model.safetensors", {"format": "pt"})
+    warn_of_unused(tied_llama(is_tied=True), tmp_path)
+    assert not caplog.text
+    lost = {f"model.layers.{number}.mlp.up_proj.weight": torch.ones(8, 8) for number in (3, 4)}
+    save_file({**stored, **lost}, tmp_path / "model.safetensors", {"format": "pt"})
+    warn_of_unused(tied_llama(is_tied=True), tmp_path)
+    assert "holds 2 weights that LlamaForCausalLM has no place for, such as model.layers.3.mlp" in caplog.text
 
 
 def test_run_beside_a_stray_file_starts_from_the_index(worker, folder, tmp_path):

@@ -373,6 +373,9 @@ def test_waits_name_what_is_missing(start: Start) -> None:
     reader = start(Reader)
     with pytest.raises(WeightsTimeoutError, match="version 1 of 'policy' is not there: no rank has begun it"):
         ray.get(reader.update.remote(1, 0.3))
+    mistaken = start(Reader, "copy", "float32", "polcy")
+    with pytest.raises(WeightsTimeoutError, match=r"after 0\.\d+ s version 1 of 'polcy' .*; published are 'policy'"):
+        ray.get(mistaken.update.remote(1, 0.3))
     ray.get(trainer.publish.remote(1))
     with pytest.raises(WeightsTimeoutError, match=r"ranks \[1\] have not published step 1"):
         ray.get(trainer.publish.remote(2, 0.3))

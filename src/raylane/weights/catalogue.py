@@ -259,6 +259,9 @@ class Catalogue:
             opened = entry.ledger.open_version()
             state = "no rank has begun it" if opened is None else f"ranks {opened.missing()} have not published it"
             lost = [version.number for version in entry.ledger.versions if version.state is VersionState.LOST]
+            others = [other for other, each in self._entries.items() if not each.ledger.is_empty()]
+            if name not in others:
+                state += f"; published are {', '.join(map(repr, others)) or 'no other weights'}"
             return f"version {at_least} of {name!r} is not there: {state}" + (f"; lost: {lost}" if lost else "")
 
         version = await self._wait(entry, newest, timeout_s, missing)
@@ -484,7 +487,7 @@ class Catalogue:
                     await entry.changed.wait()
         except TimeoutError:
             raise WeightsTimeoutError(
-                f"after {timeout_s} s {missing()}. Raise the timeout if that is expected"
+                f"after {timeout_s or 0:.3g} s {missing()}. Raise the timeout if that is expected"
             ) from None
 
     async def _slots(self, entry: _NamedWeights, generation: Generation, host: str, part: str) -> list[str]:

@@ -14,6 +14,12 @@ from raylane.graph.values.message import Message, encode_error
 
 E = TypeVar("E")
 
+OTHER_THREAD = (
+    "raylane: methods of a compiled graph run on another thread of the actor than its constructor. Let a method of the "
+    "graph create what belongs to one thread, or call the method with .remote() (docs/reference/graphs.md)."
+)
+"""Note on errors that speak of threads."""
+
 
 class Failure(Generic[E]):
     """Placeholder for a value: the error that arrived instead.
@@ -42,5 +48,8 @@ def raised_message(error: BaseException, where: str) -> Message:
     This holds for a GraphError too: it belongs to another graph, which the method has used, and must not look like an
     error of this graph.
     """
+    # Of sqlite3, threading.local, profilers. `str(error)` may raise, and this does not.
+    if "thread" in "".join(traceback.format_exception_only(error)).lower():
+        error.add_note(OTHER_THREAD)
     text = "".join(traceback.format_exception(error))
     return encode_error(_ray.task_error(where, text, error))

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -40,6 +41,8 @@ _DTYPES = ("F64", "F32", "F16", "BF16")
 _QUANTISED = ("_blocks", "_scales", ".qweight", ".weight_scale", "weight_scale_inv")
 """Ends of names that only quantised models have (MXFP4, GPTQ, compressed tensors, FP8)."""
 
+_COMPUTED = r"rotary_emb\.inv_freq$"
+"""Name of what old folders store although the model computes it."""
 _COMPARED = 2**24
 """Number of values of two weights that are compared at a time."""
 
@@ -100,12 +103,6 @@ def _indexed_files(folder: Path, index: Path) -> dict[str, Path]:
                 f"weights). {_AGAIN}",
                 path=str(folder),
             )
-    if _SINGLE not in names.values() and (folder / _SINGLE).is_file():
-        _log.warning(
-            "%s holds %s beside %s: the weights are read from the files that the index names. Other programs may read "
-            "it instead; remove the one that is out of date",
-            *(folder, _SINGLE, INDEX),
-        )
     return {name: folder / file for name, file in names.items()}
 
 
@@ -125,9 +122,8 @@ def read_weights(causal_lm: Any, folder: Path) -> None:
     other values for a weight that its configuration ties to another one.
     """
     weights, files = stored_weights(causal_lm), weight_files(folder)
-    # Names of tied weights, which are no weights of the model: the head of a model with tied embeddings.
-    ties = {name: tied_to for name, tied_to in _ties(causal_lm).items() if name not in weights and tied_to in weights}
-    sources = read_sources(causal_lm, {**weights, **{name: weights[tied_to] for name, tied_to in ties.items()}}, files)
+    ties = _ties(causal_lm, weights)
+    sources = _sources(causal_lm, weights, ties, files)
     tied_sources = {name: sources.pop(name) for name in ties if name in sources}
     _check_sources(type(causal_lm).__name__, folder, weights, sources, files)
     first_files = {target: min(files[name] for name in _names_of(source)) for target, source in sources.items()}
@@ -140,10 +136,45 @@ def read_weights(causal_lm: Any, folder: Path) -> None:
             _read(causal_lm, weights[target], sources[target], folder, lambda name: opened.slice(files[name], name))
 
 
-def _ties(causal_lm: Any) -> dict[str, str]:
-    """Return the names of weights that the configuration ties, with the name of the weight that each is tied to."""
+def warn_of_unused(causal_lm: Any, folder: Path) -> None:
+    """Name a file that is not read, and weights that a whole model has no place for: perhaps they are of another model.
+
+    Errors as `weight_files`.
+    """
+    weights, files = stored_weights(causal_lm), weight_files(folder)
+    if folder / _SINGLE not in files.values() and (folder / _SINGLE).is_file():
+        _log.warning(
+            "%s holds %s beside %s: the weights are read from the files that the index names. Other programs may read "
+            "it instead; remove the one that is out of date",
+            *(folder, _SINGLE, INDEX),
+        )
+    sources = _sources(causal_lm, weights, _ties(causal_lm, weights), files)
+    # transformers itself leaves some out without a word, such as buffers that older versions stored.
+    known = [*(getattr(causal_lm, "_keys_to_ignore_on_load_unexpected", None) or ()), _COMPUTED]
+    used = {name for source in sources.values() for name in _names_of(source)}
+    unused = sorted(name for name in set(files) - used if not any(re.search(pattern, name) for pattern in known))
+    if unused:
+        _log.warning(
+            "%s holds %d weights that %s has no place for, such as %s: they are not used. Check that config.json and "
+            "policy.hf_config_overrides describe the model that was stored",
+            *(folder, len(unused), type(causal_lm).__name__, unused[0]),
+        )
+
+
+def _sources(
+    causal_lm: Any, weights: Mapping[str, Tensor], ties: Mapping[str, str], files: Mapping[str, Path]
+) -> dict[str, WeightSources]:
+    """Return where each weight of a model, and each tied name, comes from."""
+    return read_sources(causal_lm, {**weights, **{name: weights[tied_to] for name, tied_to in ties.items()}}, files)
+
+
+def _ties(causal_lm: Any, weights: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the names that are no weights of the model, because its configuration ties each to a weight: that weight.
+
+    Such a name is that of the head of a model with tied embeddings.
+    """
     ties: dict[str, str] = getattr(causal_lm, "all_tied_weights_keys", None) or {}
-    return ties
+    return {name: tied_to for name, tied_to in ties.items() if name not in weights and tied_to in weights}
 
 
 def _refuse_other_values(folder: Path, files: Mapping[str, Path], name: str, tied_to: str) -> None:
