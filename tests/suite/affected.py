@@ -71,15 +71,20 @@ _OF_TRAINING = frozenset(
     )
 )
 """Files whose claims are about `training`; `sft` only gives them configuration and rows, which its own tests check."""
-_OF_LOWER = frozenset(f"tests/bench/test_{name}.py" for name in ("graph", "transfer", "weights"))
+_ON_RAY_FOR_TRAINING = frozenset(
+    f"tests/sft/test_{name}.py" for name in ("options_on_workers", "storage_runs", "unshared")
+)
+"""Files on Ray whose claims are about optimizers and storage: `transport`, `graph` and `weights` carry their bytes."""
+_BENCH = frozenset(f"tests/bench/test_{name}.py" for name in ("graph", "rl", "sft", "transfer", "weights"))
+"""Files with short runs of benchmarks, whose claims are about `bench`: which cases there are, and what they write."""
 NOT_FOR: dict[str, frozenset[str]] = {
-    "training": _OF_LOWER,
-    "sft": _OF_LOWER | _OF_TRAINING,
-    "rl": _OF_LOWER | {"tests/bench/test_sft.py"},
+    **dict.fromkeys(("transport", "graph", "weights"), _BENCH | _ON_RAY_FOR_TRAINING),
+    **dict.fromkeys(("workers", "training", "rl"), _BENCH),
+    "sft": _BENCH | _OF_TRAINING,
 }
-"""Files that a change of a package does not run, although their folder runs: in every fourth landing they run anyway.
+"""Files that a change of a package does not run, although their folder runs; in every fourth landing they run anyway.
 
-Files of `tests/bench` import nothing of that package, also through others.
+Their fast tests always run, and the types of all modules are always checked.
 """
 TESTING = "testing"
 """Folder of the tests of `raylane.testing`. They may import up to `workers`."""
