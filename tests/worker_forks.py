@@ -29,6 +29,9 @@ MODULES = (
     "numpy",
     "pydantic",
     "torch",
+    # What Ray imports. Not grpc, which is not to be forked.
+    *("colorama", "filelock", "google.protobuf.json_format", "jsonschema", "msgpack", "packaging.version", "pdb"),
+    *("psutil", "requests", "yaml"),
     *(f"torch.distributed.{name}" for name in ("checkpoint", "fsdp", "pipelining", "tensor.parallel")),
     *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen3")),
 )
