@@ -68,6 +68,9 @@ def test_versions_of_another_kind_are_refused(value: Any) -> None:
 
 def test_versions_and_groups_become_plain_values() -> None:
     assert plain_versions([[np.int64(7), 8]]) == ((7, 8),)
+    assert plain_versions((7, 8), decides=False) == ((7, 8),)
+    with pytest.raises(ValueError, match="must be pairs"):
+        plain_versions((7, 8, 9), decides=False)
     assert plain_group(("a", b"b", (np.int32(3), None))) == ("a", b"b", (3, None))
     for value in ([1], {"a": 1}, 1.5, object(), ("a", [1])):
         with pytest.raises(ValueError, match="group must be a text, bytes, an integer, or a tuple of these"):

@@ -93,11 +93,10 @@ def kill(pid: int) -> None:
         time.sleep(0.001)
 
 
-def within_two_seconds(action: Any, error: type[BaseException], match: str) -> None:
-    start = time.monotonic()
-    with pytest.raises(error, match=match):
+def assert_lost(action: Any) -> None:
+    """Assert that a read reports the death itself: one that waited for its limit would raise TransferTimeoutError."""
+    with pytest.raises(SourceLostError, match=r"Actor\(Maker"):
         action()
-    assert time.monotonic() - start < 2.0  # the promise about failures, not a measurement of speed
 
 
 @pytest.mark.tour
@@ -115,7 +114,7 @@ def test_producer_killed_before_the_read(method: str) -> None:
         lambda: ray.get(user.get.remote([ref])),
         lambda: ray.get(user.decorated_total.remote(ref)),
     ):
-        within_two_seconds(action, SourceLostError, r"Actor\(Maker")
+        assert_lost(action)
     other = actor(Maker)
     assert ray.get(user.total.remote(other.make.remote())) == N
 
@@ -136,7 +135,7 @@ def test_producer_killed_during_a_tcp_read(monkeypatch: pytest.MonkeyPatch) -> N
         fill(self, view)
 
     monkeypatch.setattr(Link, "_fill", fill_some_then_kill)
-    within_two_seconds(lambda: raylane.get(ref), SourceLostError, r"Actor\(Maker")
+    assert_lost(lambda: raylane.get(ref))
 
 
 @pytest.mark.slow

@@ -118,8 +118,14 @@ def check_count(name: str, value: Any, least: int) -> int:
     raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
 
 
-def plain_versions(value: Any) -> Versions:
-    """Return versions as pairs of plain integers; ValueError for another value."""
+def plain_versions(value: Any, *, decides: bool = True) -> Versions:
+    """Return versions as pairs of plain integers; ValueError for another value.
+
+    One pair that is not in a list is taken as it was meant where no version `decides` about an item. Elsewhere it is
+    refused, because it may be two versions.
+    """
+    if not decides and isinstance(value, tuple) and list(map(type, value)) == [int, int]:
+        value = (value,)
     try:
         pairs = tuple((version, tokens) for version, tokens in value)
     except (TypeError, ValueError):

@@ -150,7 +150,7 @@ class TrajectoryQueue:
         Args:
             value: The item. It may be changed as soon as this returns.
             group: Group of the item, for a queue with a `group_size`: a text, bytes, an integer, or a tuple of these.
-            versions: Versions of the weights that made it, each with the number of tokens that it made.
+            versions: Versions of the weights that made it, each with the number of tokens that it made: [(7, 120)].
             timeout: Seconds; None means RAYLANE_TIMEOUT_S (60 s).
 
         Raises:
@@ -182,7 +182,8 @@ class TrajectoryQueue:
         if versions is not None and len(versions) != len(values):
             raise ValueError(f"versions must have one entry for each of {len(values)} values, got {len(versions)}")
         # Checked here: in the actor an error would concern the items of later calls too.
-        spans = [plain_versions(span) for span in versions or [()] * len(values)]
+        decides = self.options.max_lag is not None or self.options.order == "newest"
+        spans = [plain_versions(span, decides=decides) for span in versions or [()] * len(values)]
         group, deadline = plain_group(group), Deadline.of_call(timeout)
         with self._joining_again():
             self._joined(deadline).sender.put(values, group, spans, deadline)
