@@ -99,11 +99,9 @@ def run(config: GrpoRunConfig) -> GrpoResult:
         done = finished_text(config, resumed, config.grpo.max_num_steps, "grpo.max_num_steps")
         if resumed is not None and done is not None:
             _log.info("%s", done)
-            report = log.run_dir / REPORT_FILE
+            page = log.run_dir / REPORT_FILE
             model = publishing.exported(resumed.path)
-            return GrpoResult(
-                resumed.step, False, None, None, resumed.path, model, report if report.is_file() else None
-            )
+            return GrpoResult(resumed.step, False, None, None, resumed.path, model, page if page.is_file() else None)
         record.open(log.run_dir, resumes=resumed is not None)
         with block_sigterm():
             stack.enter_context(ray_session.connect(config.cluster, {"rollout.engines": engine_demand(config)}))

@@ -196,7 +196,7 @@ def _plots(records: Records) -> tuple[list[tuple[str, str]], str]:
         drawn = draw(records)
     except Exception as error:  # an unusable installation; the table shows the same numbers
         return [], f"matplotlib could not draw the plots: {error!r}"
-    note = f"Lines of more than {_FEW} points are averages over about {_SMOOTH_OVER}, with the values behind them."
+    note = f"Lines of more than {_FEW} points are means of {_SMOOTH_OVER} around each one, with the values behind them."
     if len(records) > MAX_POINTS:
         note += f" Each line has at most {MAX_POINTS:,} points: means of groups of steps, with the range as a band."
     return [(title, base64.b64encode(svg).decode()) for title, svg in drawn], note if len(records) > _FEW else ""
@@ -334,11 +334,12 @@ def plots_of(records: Records) -> tuple[Plot, ...]:
 
 
 def smoothed(values: Sequence[float], over: int = _SMOOTH_OVER) -> list[float]:
-    """Return the exponential moving average of values over about `over` of them; the first ones count as fully."""
-    keep, total, weight, means = 1 - 1 / over, 0.0, 0.0, []
-    for value in values:
-        total, weight = keep * total + value, keep * weight + 1
-        means.append(total / weight)
+    """Return the mean of about `over` values around each one, of fewer near the ends: it does not lag behind them."""
+    sums, last = [0.0, *itertools.accumulate(values)], len(values) - 1
+    means = []
+    for index in range(len(values)):
+        reach = min(over // 2, index, last - index)
+        means.append((sums[index + reach + 1] - sums[index - reach]) / (2 * reach + 1))
     return means
 
 
@@ -380,14 +381,15 @@ def _axes(title: str, label: str) -> tuple[Any, Any]:
     axes.set_ylabel(label, color=_INK)
     axes.tick_params(colors=_INK)
     axes.spines[:].set_color(_INK)
+    axes.ticklabel_format(useOffset=False)
     axes.grid(alpha=0.3)
     return figure, axes
 
 
 def _line(axes: Any, series: Series, colour: str, label: str) -> None:
     style = {"color": colour, "label": label or None, "linewidth": 1.2}
-    if len(series.steps) <= _FEW:
-        axes.plot(series.steps, series.mean, marker="o", markersize=3, **style)
+    if len(series.steps) <= _FEW or min(series.low) == max(series.high):
+        axes.plot(series.steps, series.mean, marker="o" if len(series.steps) <= _FEW else None, markersize=3, **style)
         return
     axes.plot(series.steps, smoothed(series.mean), **style)
     # A smoothed line hides spikes; behind it are the values, or the range within each group of steps.
