@@ -23,6 +23,8 @@ NODES = ("head", "one", "two", "three")
 """Names of the nodes of `Hosts`, which are resources too."""
 DONE = "said: done"
 RAY = Path(sys.executable).parent / "ray"
+DRIVER_LIMIT_S = 480
+"""Seconds after which a driver is killed. On an idle machine the longest takes 110."""
 
 
 def refused() -> str | None:
@@ -144,10 +146,15 @@ class Weather:
                 if done.returncode:
                     self.skipped[wanted] = done.stderr.strip()
 
-    def until_done(self, driver: subprocess.Popen[str], limit_s: float) -> str:
+    def until_done(self, driver: subprocess.Popen[str]) -> str:
         """Do what a driver asks for until it is done, has ended, or is killed after the limit; return what it said."""
         heard: list[str] = []
-        timer = threading.Timer(limit_s, kill_group, [driver])
+
+        def end() -> None:
+            heard.append(f"killed, as it was not done after {DRIVER_LIMIT_S} s")
+            kill_group(driver)
+
+        timer = threading.Timer(DRIVER_LIMIT_S, end)
         timer.start()
         assert driver.stdout is not None
         assert driver.stdin is not None
@@ -221,8 +228,8 @@ class Hosts:
             start_new_session=True,
         )
 
-    def drive(self, module: str, *words: str, limit_s: float) -> tuple[str, dict[str, str]]:
-        """Run a driver, a module, on the head, with the head's address and other words.
+    def drive(self, module: str, *words: str) -> tuple[str, dict[str, str]]:
+        """Run a driver, a module, on the head, with the head's address and other words; for at most DRIVER_LIMIT_S.
 
         Return what it printed, and the changes of the cable that were not possible, with the reason. After a driver
         that was not done the nodes are not used again.
@@ -232,7 +239,7 @@ class Hosts:
         driver = self.run("head", f"{begin} {' '.join(words)}")
         text = ""
         try:
-            text = weather.until_done(driver, limit_s)
+            text = weather.until_done(driver)
             if DONE in text:
                 driver.wait(60)
         finally:

@@ -9,7 +9,7 @@ pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.ray]
 
 
 def test_payloads_pass_between_hosts_and_losses_are_told(hosts: networks.Hosts) -> None:
-    text, _ = hosts.drive("tests.rl.queue_network_driver", limit_s=120)
+    text, _ = hosts.drive("tests.rl.queue_network_driver")
     print(text)  # figures, shown with -s
     for act in ("straight", "handed on", "told", "done"):
         assert f"said: {act}" in text, text

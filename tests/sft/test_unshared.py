@@ -22,7 +22,7 @@ def test_training_without_a_shared_folder_saves_and_resumes(hosts: networks.Host
         mounted = hosts.run("one", f"mount -t tmpfs raylane {tmp_path}")
         assert mounted.wait(30) == 0
         networks.close_streams(mounted)
-        text, _ = hosts.drive("tests.sft.unshared_driver", str(tmp_path), endpoint, limit_s=280)
+        text, _ = hosts.drive("tests.sft.unshared_driver", str(tmp_path), endpoint)
     finally:
         networks.kill_group(server)
         networks.close_streams(server)

@@ -9,11 +9,10 @@ import pytest
 from tests import networks
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.ray]
-LIMIT_S = 170
 
 
 def test_readers_on_another_host_share_one_transfer(hosts: networks.Hosts) -> None:
-    text, skipped = hosts.drive("tests.transport.relay_network_driver", limit_s=LIMIT_S)
+    text, skipped = hosts.drive("tests.transport.relay_network_driver")
     print(text, skipped)  # figures, shown with -s
     if "throttle" in skipped:
         pytest.skip(f"links cannot be made slow here: {skipped}")

@@ -6,11 +6,10 @@ import pytest
 from tests import networks
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.ray]
-LIMIT_S = 200
 
 
 def test_reader_on_another_host_gets_changed_elements(hosts: networks.Hosts) -> None:
-    text, skipped = hosts.drive("tests.weights.delta_network_driver", limit_s=LIMIT_S)
+    text, skipped = hosts.drive("tests.weights.delta_network_driver")
     print(text, skipped)  # figures, shown with -s
     if {"gigabit", "slow"} & skipped.keys():
         pytest.skip(f"links cannot be shaped here: {skipped}")

@@ -9,11 +9,10 @@ import pytest
 from tests import networks
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.ray]
-LIMIT_S = 200
 
 
 def test_readers_on_three_hosts_share_one_copy(hosts: networks.Hosts) -> None:
-    text, skipped = hosts.drive("tests.weights.spread_network_driver", limit_s=LIMIT_S)
+    text, skipped = hosts.drive("tests.weights.spread_network_driver")
     print(text, skipped)  # figures, shown with -s
     if "slow" in skipped:
         pytest.skip(f"links cannot be made slow here: {skipped}")

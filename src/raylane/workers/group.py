@@ -312,7 +312,7 @@ class WorkerGroup:
         bundles, strategy = self._options.bundles(self.size)
         needed, total = self._options.bundle(), ray.cluster_resources()
         lacking = {name: amount for name, amount in needed.items() if total.get(name, 0.0) < amount * self.size}
-        if lacking and _ray.started_here():
+        if total and lacking and _ray.started_here():
             raise WorkerGroupError(
                 f"{self.size} workers of {needed} need more than this Ray has: {_amounts(total, needed)}. It was "
                 "started by this process and does not grow. Ask for fewer resources, or start a larger cluster"
