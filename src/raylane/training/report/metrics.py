@@ -230,7 +230,7 @@ def read_notes(path: str | Path) -> list[tuple[int, str]]:
     return [(int(record["step"]), str(record["note"])) for record in _records(path) if "note" in record]
 
 
-class Sample(NamedTuple):
+class LoggedAnswer(NamedTuple):
     """An answer of the model during a run."""
 
     step: int
@@ -239,10 +239,12 @@ class Sample(NamedTuple):
     reward: float | None
 
 
-def read_samples(path: str | Path) -> list[Sample]:
+def read_samples(path: str | Path) -> list[LoggedAnswer]:
     """Return the answers in a metrics.jsonl, in the order in which they were written."""
     return [
-        Sample(int(record["step"]), str(record["prompt"]), str(record.get("answer", "")), record.get("answer_reward"))
+        LoggedAnswer(
+            int(record["step"]), str(record["prompt"]), str(record.get("answer", "")), record.get("answer_reward")
+        )
         for record in _records(path)
         if "prompt" in record
     ]

@@ -27,7 +27,7 @@ import yaml
 from markupsafe import Markup
 
 from raylane.errors import DataError
-from raylane.training.report.metrics import METRICS_FILE, Sample, figure, read_metrics, read_notes, read_samples
+from raylane.training.report.metrics import METRICS_FILE, LoggedAnswer, figure, read_metrics, read_notes, read_samples
 
 REPORT_FILE, FACTS_FILE = "report.html", "report.json"
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
@@ -218,7 +218,7 @@ def _steps(records: Records, columns: Iterable[str]) -> list[list[str]]:
     return rows
 
 
-def _answers(samples: Iterable[Sample]) -> dict[str, list[tuple[str, str, str]]]:
+def _answers(samples: Iterable[LoggedAnswer]) -> dict[str, list[tuple[str, str, str]]]:
     """Return (step, answer, reward) of each question during the run: its first answers and its last ones.
 
     Equal answers that follow each other are one, with the first and the last step.
