@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,9 @@ from raylane.transport.backends.registry import backends
 def test_the_doctor_tries_everything_between_all_places(tmp_path: Path) -> None:
     out = tmp_path / "doctor.json"
     command = [sys.executable, "-m", "raylane", "doctor", "--json", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=540, check=False)
+    # Else it would connect to a Ray of another test, which may end meanwhile.
+    own = {**os.environ, "RAY_ADDRESS": "local"}
+    done = subprocess.run(command, env=own, capture_output=True, text=True, timeout=540, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     findings = [Finding(**finding) for finding in json.loads(out.read_text())["findings"]]
     between = [f for f in findings if f.reader != "itself"]
