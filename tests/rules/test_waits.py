@@ -18,7 +18,7 @@ LEFT_OUT = ("bench", "testing")
 
 def waits_without_limit(text: str) -> list[str]:
     """Return the calls in a module that may wait for ever, as source."""
-    found = []
+    waits = []
     for node in ast.walk(ast.parse(text)):
         if not isinstance(node, ast.Call) or {keyword.arg for keyword in node.keywords} & LIMITS:
             continue
@@ -30,8 +30,8 @@ def waits_without_limit(text: str) -> list[str]:
             method = node.func.attr if isinstance(node.func, ast.Attribute) else ""
             unlimited = method in METHODS and given <= (method == "wait_for")
         if unlimited:
-            found.append(ast.unparse(node))
-    return sorted(found)
+            waits.append(ast.unparse(node))
+    return sorted(waits)
 
 
 def test_waits_without_a_limit_have_reasons() -> None:
@@ -42,14 +42,14 @@ def test_waits_without_a_limit_have_reasons() -> None:
             assert place not in listed, f"twice in {TABLE.name}: {place}"
             listed[place] = reason
     package = ROOT / "src" / "raylane"
-    found = {
+    waits = {
         f"{path.relative_to(package)}: {call}"
         for path in package.rglob("*.py")
         if path.relative_to(package).parts[0] not in LEFT_OUT
         for call in waits_without_limit(path.read_text())
     }
-    assert sorted(found - set(listed)) == [], "give it a deadline from its caller, or a line with the reason"
-    assert sorted(set(listed) - found) == [], "no such wait any more: remove the line"
+    assert sorted(waits - set(listed)) == [], "give it a deadline from its caller, or a line with the reason"
+    assert sorted(set(listed) - waits) == [], "no such wait any more: remove the line"
     assert [place for place, reason in listed.items() if len(reason) < 10] == []
 
 

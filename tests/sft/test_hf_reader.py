@@ -37,8 +37,8 @@ def read(folder: Path) -> dict[str, torch.Tensor]:
     model = torch.nn.Module()
     for name, shape in shapes.items():
         model.register_parameter(name, torch.nn.Parameter(torch.full(shape, torch.nan)))
-    warn_of_unused(model, folder)
-    read_weights(model, folder)
+    warn_of_unused(model, folder, weight_files(folder))
+    read_weights(model, folder, weight_files(folder))
     return {name: value.detach() for name, value in model.named_parameters()}
 
 
@@ -107,13 +107,13 @@ def test_head_that_differs_from_a_tied_embedding_is_refused(tmp_path, monkeypatc
     save_file({**stored, "lm_head.weight": head}, tmp_path / "model.safetensors", {"format": "pt"})
     if difference:
         with pytest.raises(CheckpointError, match=r"lm_head\.weight with other values .*tie_word_embeddings=false"):
-            read_weights(tied_llama(is_tied=True), tmp_path)
+            read_weights(tied_llama(is_tied=True), tmp_path, weight_files(tmp_path))
         untied = tied_llama(is_tied=False)
-        read_weights(untied, tmp_path)
+        read_weights(untied, tmp_path, weight_files(tmp_path))
         assert torch.equal(untied.lm_head.weight, head)
     else:
         tied = tied_llama(is_tied=True)
-        read_weights(tied, tmp_path)
+        read_weights(tied, tmp_path, weight_files(tmp_path))
         assert torch.equal(tied.lm_head.weight, head)
 
 
@@ -123,11 +123,11 @@ def test_weights_without_a_place_in_the_model_are_named(tmp_path, caplog):
     stored = load_file(tmp_path / "model.safetensors")
     buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}
     save_file({**stored, **buffer}, tmp_path / "model.safetensors", {"format": "pt"})
-    warn_of_unused(tied_llama(is_tied=True), tmp_path)
+    warn_of_unused(tied_llama(is_tied=True), tmp_path, weight_files(tmp_path))
     assert not caplog.text
     lost = {f"model.layers.{number}.mlp.up_proj.weight": torch.ones(8, 8) for number in (3, 4)}
     save_file({**stored, **lost}, tmp_path / "model.safetensors", {"format": "pt"})
-    warn_of_unused(tied_llama(is_tied=True), tmp_path)
+    warn_of_unused(tied_llama(is_tied=True), tmp_path, weight_files(tmp_path))
     assert "holds 2 weights that LlamaForCausalLM has no place for, such as model.layers.3.mlp" in caplog.text
 
 
@@ -141,5 +141,5 @@ def test_run_beside_a_stray_file_starts_from_the_index(worker, folder, tmp_path)
     save_file({name: torch.zeros_like(one) for name, one in weights.items()}, tmp_path / "hf/zz.safetensors")
     for one in worker.model.causal_lm.parameters():
         torch.nn.init.constant_(one, 5.0)
-    read_weights(worker.model.causal_lm, tmp_path / "hf")
+    read_weights(worker.model.causal_lm, tmp_path / "hf", weight_files(tmp_path / "hf"))
     assert all(torch.equal(one, weights[name]) for name, one in worker.model.causal_lm.named_parameters())

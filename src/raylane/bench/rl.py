@@ -47,7 +47,7 @@ Contender = QueueContender | LoopContender
 
 def run(selected: Sequence[Case], *, quick: bool) -> list[dict[str, Any]]:
     """Start Ray, run every case, and shut Ray down; return one record per case and contender."""
-    with local_ray(num_cpus=LOGICAL_CPUS):
+    with local_ray(address="local", num_cpus=LOGICAL_CPUS):
         return [record for case in selected for record in run_case(case, quick=quick)]
 
 

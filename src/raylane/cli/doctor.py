@@ -20,7 +20,7 @@ import torch
 
 from raylane.core.deadline import Deadline
 from raylane.core.native import NATIVE, PURE_VARIABLE
-from raylane.core.variables import WORKER_NICENESS
+from raylane.core.variables import NICENESS_REMEDY
 from raylane.errors import RaylaneError
 from raylane.transport.api import put
 from raylane.transport.backends.base import NO_DEVICE
@@ -94,7 +94,8 @@ def run(args: argparse.Namespace) -> int:
 
     A Ray that this starts has the settings of any other `ray.init()`, because its workers are what the report is about.
     """
-    print("\n".join(["This machine", *(f"  {name:15}{value}" for name, value in facts().items())]))
+    machine = facts()
+    print("\n".join(["This machine", *(f"  {name:15}{value}" for name, value in machine.items())]))
     print("\nTesting all transports between the driver and two actors on each node ...", flush=True)
     started = not ray.is_initialized()
     if started:
@@ -108,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
             ray.shutdown()
     print(report(findings, niceness))
     if args.json is not None:
-        args.json.write_text(json.dumps({"facts": facts(), "findings": [asdict(f) for f in findings]}, indent=1) + "\n")
+        args.json.write_text(json.dumps({"facts": machine, "findings": [asdict(f) for f in findings]}, indent=1) + "\n")
     return 0 if healthy(findings) else 1
 
 
@@ -186,9 +187,9 @@ def report(findings: Sequence[Finding], niceness: Mapping[str, int]) -> str:
     lacking = [name for name in backends() if _lacks_device(name, tested)]
     lines = ["", "What works"]
     for name, backend in backends().items():
-        findings_of_transport = [finding for finding in tested if finding.transport == name]
         if name in lacking:
             continue
+        findings_of_transport = [finding for finding in tested if finding.transport == name]
         works = sum(not finding.why_not for finding in findings_of_transport)
         lines.append(f"  {name:15}{works} of {len(findings_of_transport)} tests passed: {backend.capability.summary}")
     lines += ["", "What does not work"]
@@ -205,7 +206,7 @@ def report(findings: Sequence[Finding], niceness: Mapping[str, int]) -> str:
     lines += [f"  {name:15}not tested, because {NO_DEVICE}" for name in lacking]
     lines += [
         f"  {'priority':15}Ray's workers on {host} run at niceness {number}, so other programs on busy cores go first. "
-        f"What to do: set {WORKER_NICENESS}=0 before `ray.init()` or `ray start`"
+        f"What to do: {NICENESS_REMEDY}"
         for host, number in niceness.items()
         if number > 0
     ]

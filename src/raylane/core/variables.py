@@ -16,6 +16,7 @@ Beside two other computing processes on two cores, a call takes ten times as lon
 """
 AT_NORMAL_PRIORITY = {WORKER_NICENESS: "0"}
 """For `variables` around `ray.init`, with `keep=True`."""
+NICENESS_REMEDY = f"set {WORKER_NICENESS}=0 before `ray start`, or before ray.init() without a cluster"
 
 
 @contextlib.contextmanager

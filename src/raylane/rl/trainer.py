@@ -36,7 +36,7 @@ from raylane.training import storage
 from raylane.training.checkpoint import folders, publishing
 from raylane.training.checkpoint.folders import Saved
 from raylane.training.report.metrics import MetricsLog
-from raylane.training.report.page import REPORT_FILE
+from raylane.training.report.page import written_report
 from raylane.training.run import ray_session
 from raylane.training.run.opening import finished_text, open_folders, restart_text
 from raylane.training.run.places import check_places, fetch_models
@@ -99,9 +99,8 @@ def run(config: GrpoRunConfig) -> GrpoResult:
         done = finished_text(config, resumed, config.grpo.max_num_steps, "grpo.max_num_steps")
         if resumed is not None and done is not None:
             _log.info("%s", done)
-            page = log.run_dir / REPORT_FILE
             model = publishing.exported(resumed.path)
-            return GrpoResult(resumed.step, False, None, None, resumed.path, model, page if page.is_file() else None)
+            return GrpoResult(resumed.step, False, None, None, resumed.path, model, written_report(log.run_dir))
         record.open(log.run_dir, resumes=resumed is not None)
         with block_sigterm():
             stack.enter_context(ray_session.connect(config.cluster, {"rollout.engines": engine_demand(config)}))

@@ -29,7 +29,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from raylane import _ray
 from raylane.core.deadline import Deadline
 from raylane.core.finalizing import finalize_here
-from raylane.core.variables import WORKER_NICENESS
+from raylane.core.variables import NICENESS_REMEDY
 from raylane.errors import WorkerCallError, WorkerGroupError
 from raylane.graph.values import references
 from raylane.transport.api import put
@@ -310,20 +310,21 @@ class WorkerGroup:
 
     def _start(self, deadline: float) -> None:
         bundles, strategy = self._options.bundles(self.size)
-        needed, total = self._options.bundle(), ray.cluster_resources()
-        lacking = {name: amount for name, amount in needed.items() if total.get(name, 0.0) < amount * self.size}
-        if total and lacking and _ray.started_here():
-            raise WorkerGroupError(
-                f"{self.size} workers of {needed} need more than this Ray has: {_amounts(total, needed)}. It was "
-                "started by this process and does not grow. Ask for fewer resources, or start a larger cluster"
-            )
+        needed = self._options.bundle()
+        if _ray.started_here() and (total := ray.cluster_resources()):
+            there = _amounts(total, needed)
+            if any(there[name] < amount * self.size for name, amount in needed.items()):
+                raise WorkerGroupError(
+                    f"{self.size} workers of {needed} need more than this Ray has: {there}. It was started by this "
+                    "process and does not grow. Ask for fewer resources, or start a larger cluster"
+                )
         self._placement = placement_group(bundles, strategy=strategy)
         self._dropped = finalize_here(self, _release, self._placement)
         self._dropped.atexit = False  # Ray ends the placement group with the driver
         if not self._placement.wait(max(0.0, deadline - time.monotonic())):
             limit = self._options.start_timeout_s
             raise WorkerGroupError(
-                f"the cluster could not place {self.size} workers of {self._options.bundle()} ({len(bundles)} bundles, "
+                f"the cluster could not place {self.size} workers of {needed} ({len(bundles)} bundles, "
                 f"{strategy}) within {limit} s. Free now: {_amounts(ray.available_resources(), needed)}, "
                 f"total: {_amounts(ray.cluster_resources(), needed)}. Add nodes, or ask for fewer resources"
             )
@@ -538,9 +539,9 @@ def _warn_of_niceness(niceness: int) -> None:
     if niceness > 0:
         _log.warning(
             "the workers run at niceness %d, so other programs on the same cores go first and calls may take ten times "
-            "as long. Where cores are shared, set %s=0 before `ray start`, or before ray.init() without a cluster",
+            "as long. Where cores are shared, %s",
             niceness,
-            WORKER_NICENESS,
+            NICENESS_REMEDY,
         )
 
 

@@ -53,10 +53,7 @@ def _bind(where: str, signature: inspect.Signature, args: Sequence[Any], kwargs:
     except TypeError as error:
         # For `dta=` instead of `data=`, Python names only `data`, which is missing.
         unknown = [name for name in kwargs if name not in signature.parameters]
-        close = [f"{name!r} (did you mean {near[0]!r}?)" for name in unknown if (near := _near(name, signature))]
-        hint = f". It has no argument {', '.join(close)}" if close else ""
+        close = {name: near for name in unknown for near in get_close_matches(name, list(signature.parameters), n=1)}
+        meant = ", ".join(f"{name!r} (did you mean {near!r}?)" for name, near in close.items())
+        hint = f". It has no argument {meant}" if meant else ""
         raise TypeError(f"{where}{signature}: {error}{hint}") from None
-
-
-def _near(name: str, signature: inspect.Signature) -> list[str]:
-    return get_close_matches(name, list(signature.parameters), n=1)

@@ -33,7 +33,7 @@ from raylane.training import storage
 from raylane.training.checkpoint import folders, publishing
 from raylane.training.checkpoint.folders import Saved
 from raylane.training.report.metrics import MetricsLog, counted
-from raylane.training.report.page import REPORT_FILE
+from raylane.training.report.page import written_report
 from raylane.training.run import ray_session
 from raylane.training.run.opening import finished_text, open_folders, restart_text
 from raylane.training.run.record import RunRecord, Sample
@@ -108,9 +108,10 @@ def run(config: RunConfig) -> RunResult:
 
 def _finished(saved: Saved, run_dir: Path) -> RunResult:
     """Return the result of a run that had nothing left to do; its report is that of the run that made the steps."""
-    report = run_dir / REPORT_FILE if (run_dir / REPORT_FILE).is_file() else None
     losses = saved.metrics.get("train:loss"), saved.metrics.get("val:loss")
-    return RunResult(saved.step, False, *losses, saved.path, publishing.exported(saved.path), None, report)
+    return RunResult(
+        saved.step, False, *losses, saved.path, publishing.exported(saved.path), None, written_report(run_dir)
+    )
 
 
 def resume_advice(config: RunConfig) -> str:

@@ -24,7 +24,7 @@ from raylane.training.config.model_types import DENSE
 from raylane.training.config.policy import Checkpointing, PolicyConfig
 from raylane.training.model import attention, lora
 from raylane.training.model.hf_config import attention_implementation
-from raylane.training.model.hf_reader import read_weights, warn_of_unused
+from raylane.training.model.hf_reader import read_weights, warn_of_unused, weight_files
 from raylane.training.model.initial import fill_random
 from raylane.training.model.megatron import MegatronModel
 from raylane.training.model.packed_layers import complete_layers
@@ -75,8 +75,9 @@ def _build(
     # On the whole model: patterns may choose layers of other stages, and files hold the adapters of all of them.
     lora.adapt(causal_lm, settings.lora_cfg)
     in_files = set(lora.adapter_names(causal_lm))
+    files = {} if name is None else weight_files(Path(name))
     if name is not None and mesh.rank == 0 and (stage is None or stage[0] == 0):
-        warn_of_unused(causal_lm, Path(name))
+        warn_of_unused(causal_lm, Path(name), files)
     if stage is not None:
         lora.check_stages(causal_lm, stage[1])
         keep_stage(causal_lm, *stage)
@@ -104,7 +105,7 @@ def _build(
         if name is None:
             fill_random(causal_lm, seed)
         else:
-            read_weights(causal_lm, Path(name))
+            read_weights(causal_lm, Path(name), files)
     lora.initialise(causal_lm, seed)
     if settings.lora_cfg.enabled and settings.lora_cfg.adapter_path is not None:
         lora.read_adapter(causal_lm, Path(settings.lora_cfg.adapter_path), in_files)

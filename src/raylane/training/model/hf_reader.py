@@ -115,13 +115,13 @@ def _names(file: Path) -> set[str]:
         raise CheckpointError(f"{file} cannot be read: {error}. {_AGAIN}", path=str(file.parent)) from error
 
 
-def read_weights(causal_lm: Any, folder: Path) -> None:
+def read_weights(causal_lm: Any, folder: Path, files: Mapping[str, Path]) -> None:
     """Fill the weights of a model in place from a folder, converting names, forms and data types.
 
-    CheckpointError as `weight_files`, and if weights are missing, quantised or of another shape, or if the folder has
-    other values for a weight that its configuration ties to another one.
+    `files` are the `weight_files` of the folder. CheckpointError if weights are missing, quantised or of another shape,
+    or if the folder has other values for a weight that its configuration ties to another one.
     """
-    weights, files = stored_weights(causal_lm), weight_files(folder)
+    weights = stored_weights(causal_lm)
     ties = _ties(causal_lm, weights)
     sources = _sources(causal_lm, weights, ties, files)
     tied_sources = {name: sources.pop(name) for name in ties if name in sources}
@@ -136,12 +136,12 @@ def read_weights(causal_lm: Any, folder: Path) -> None:
             _read(causal_lm, weights[target], sources[target], folder, lambda name: opened.slice(files[name], name))
 
 
-def warn_of_unused(causal_lm: Any, folder: Path) -> None:
+def warn_of_unused(causal_lm: Any, folder: Path, files: Mapping[str, Path]) -> None:
     """Name a file that is not read, and weights that a whole model has no place for: perhaps they are of another model.
 
-    Errors as `weight_files`.
+    `files` are the `weight_files` of the folder.
     """
-    weights, files = stored_weights(causal_lm), weight_files(folder)
+    weights = stored_weights(causal_lm)
     if folder / _SINGLE not in files.values() and (folder / _SINGLE).is_file():
         _log.warning(
             "%s holds %s beside %s: the weights are read from the files that the index names. Other programs may read "

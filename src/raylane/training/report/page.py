@@ -70,6 +70,12 @@ _EMPTY: dict[str, Any] = {
 }
 
 
+def written_report(run_dir: Path) -> Path | None:
+    """Return the path of the report in a run's folder, None if there is none."""
+    path = run_dir / REPORT_FILE
+    return path if path.is_file() else None
+
+
 def read_facts(run_dir: str | Path) -> dict[str, Any]:
     """Return the facts that `run.record` kept; empty ones if the file is missing or damaged."""
     try:
@@ -155,9 +161,9 @@ def _summary(records: Records, facts: dict[str, Any]) -> list[tuple[str, str]]:
     if facts["resumes_from"]:
         rows.append(("to go on", f"run the same command again: it begins at the last step in {facts['resumes_from']}"))
     for key, name in _REWARDS.items():
-        found = [record for record in records if math.isfinite(record.get(key, math.nan))]
-        if found:
-            first, last = found[0], found[-1]
+        validations = [record for record in records if math.isfinite(record.get(key, math.nan))]
+        if validations:
+            first, last = validations[0], validations[-1]
             text = f"{figure(first[key])} after step {figure(first['step'])}, {figure(last[key])} after the last one"
             rows.append((name, text))
     if train:
@@ -223,16 +229,19 @@ def _answers(samples: Iterable[LoggedAnswer]) -> dict[str, list[tuple[str, str, 
 
     Equal answers that follow each other are one, with the first and the last step.
     """
-    by_prompt: dict[str, list[tuple[str, str, str]]] = {}
-    for (prompt, answer, reward), same in itertools.groupby(
-        sorted(samples, key=lambda one: (one.prompt, one.step)), key=lambda one: (one.prompt, one.answer, one.reward)
-    ):
-        steps = [figure(one.step) for one in same]
-        span = steps[0] if len(steps) == 1 else f"{steps[0]} to {steps[-1]}"
-        by_prompt.setdefault(prompt, []).append((span, answer, "" if reward is None else figure(reward)))
-    for rows in by_prompt.values():
+    by_prompt: dict[str, list[LoggedAnswer]] = {}
+    for sample in samples:
+        by_prompt.setdefault(sample.prompt, []).append(sample)
+    shown = {}
+    for prompt, of_prompt in by_prompt.items():
+        rows = []
+        for (answer, reward), same in itertools.groupby(of_prompt, key=lambda sample: (sample.answer, sample.reward)):
+            steps = [figure(sample.step) for sample in same]
+            span = steps[0] if len(steps) == 1 else f"{steps[0]} to {steps[-1]}"
+            rows.append((span, answer, "" if reward is None else figure(reward)))
         rows[_MAX_ANSWERS:-_MAX_ANSWERS] = [("...", "", "")] if len(rows) > 2 * _MAX_ANSWERS else []
-    return by_prompt
+        shown[prompt] = rows
+    return shown
 
 
 _COLOURS = ("#3b6fb6", "#c0392b", "#d9a441")
@@ -388,8 +397,9 @@ def _axes(title: str, label: str) -> tuple[Any, Any]:
 
 def _line(axes: Any, series: Series, colour: str, label: str) -> None:
     style = {"color": colour, "label": label or None, "linewidth": 1.2}
-    if len(series.steps) <= _FEW or min(series.low) == max(series.high):
-        axes.plot(series.steps, series.mean, marker="o" if len(series.steps) <= _FEW else None, markersize=3, **style)
+    has_few, is_constant = len(series.steps) <= _FEW, min(series.low) == max(series.high)
+    if has_few or is_constant:
+        axes.plot(series.steps, series.mean, marker="o" if has_few else None, markersize=3, **style)
         return
     axes.plot(series.steps, smoothed(series.mean), **style)
     # A smoothed line hides spikes; behind it are the values, or the range within each group of steps.

@@ -64,7 +64,6 @@ class AnchorPool:
     def __init__(self) -> None:
         self._changed = threading.Condition()  # guards everything below
         self._spare: collections.deque[Any] = collections.deque()
-        self._taken = 0
         self._thread: threading.Thread | None = None
         self._closing = False
         self._error: Exception | None = None
@@ -89,7 +88,6 @@ class AnchorPool:
                     "that Ray still accepts tasks from this process, or raise RAYLANE_TIMEOUT_S"
                 ) from error
             anchor = self._spare.popleft()
-            self._taken += 1
             if len(self._spare) < SPARE_ANCHORS:
                 self._changed.notify_all()
         return anchor
@@ -100,8 +98,8 @@ class AnchorPool:
             with self._changed:
                 enough = SPARE_ANCHORS if count >= FROM_PUT else 1
                 while len(self._spare) >= enough and not self._closing:
-                    taken = self._taken
-                    if not self._changed.wait(SPARE_KEPT_S) and taken == self._taken:
+                    spare = len(self._spare)  # which only this thread adds to
+                    if not self._changed.wait(SPARE_KEPT_S) and len(self._spare) == spare:
                         self._spare.clear()
                         self._thread = None
                         return

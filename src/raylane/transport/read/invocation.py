@@ -52,25 +52,32 @@ def _is_target(wrapper: Callable[..., Any], name: str) -> bool:
         if _ray.current_actor_id() is not None:
             target = _ray.actor_target(last)
             is_target = target is wrapper
-            if not is_target and getattr(target, WRAPPER_ATTRIBUTE, None) is wrapper:
-                warnings.warn(
-                    f"{wrapper.__qualname__} has a decorator above raylane.method, which would get tickets instead "
-                    "of tensors, so its result goes through Ray's object store. Put @raylane.method on top",
-                    UserWarning,
-                    stacklevel=4,
-                )
-            elif not is_target and _belongs_to_another_class(wrapper.__qualname__):
-                warnings.warn(
-                    f"{name} called {wrapper.__qualname__}, a method with raylane.method of an object that is no actor "
-                    "of its own, so the tensors stay in its result as usual, and pass through Ray's object store if "
-                    f"{last} returns them. Decorate {last} with raylane.method, or return raylane.put(...) from it",
-                    UserWarning,
-                    stacklevel=4,
-                )
+            if not is_target and (reason := _why_by_ray(wrapper, target, name)) is not None:
+                warnings.warn(reason, UserWarning, stacklevel=4)
         else:
             is_target = _is_task_function(wrapper, name, last)
         _targets[wrapper, name] = is_target
     return is_target
+
+
+def _why_by_ray(wrapper: Callable[..., Any], target: Any, name: str) -> str | None:
+    """Return why Ray carries the result of a wrapper that it does not call itself; None for a method of the same actor.
+
+    `target` is what Ray calls, under the name `name`.
+    """
+    method, called = wrapper.__qualname__, name.rpartition(".")[2]
+    if getattr(target, WRAPPER_ATTRIBUTE, None) is wrapper:
+        return (
+            f"{method} has a decorator above raylane.method, which would get tickets instead of tensors, so its result "
+            "goes through Ray's object store. Put @raylane.method on top"
+        )
+    if _belongs_to_another_class(method):
+        return (
+            f"{name} called {method}, a method with raylane.method of an object that is no actor of its own, so the "
+            "tensors stay in its result as usual, and pass through Ray's object store if "
+            f"{called} returns them. Decorate {called} with raylane.method, or return raylane.put(...) from it"
+        )
+    return None
 
 
 def _belongs_to_another_class(qualified: str) -> bool:

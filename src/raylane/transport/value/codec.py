@@ -39,6 +39,7 @@ from raylane.transport.value.layout import (
 )
 from raylane.transport.value.leaf_memory import (
     SPARSE_VIEW_FACTOR,
+    is_fake,
     lacking_memory,
     leaf_address,
     leaf_span,
@@ -96,7 +97,7 @@ class _SkeletonPickler(_ray.CloudPickler):  # type: ignore[misc]  # untyped base
 
     def reducer_override(self, obj: Any) -> Any:
         if not is_leaf(obj):
-            if isinstance(obj, torch.Tensor) and hasattr(obj, "fake_mode"):  # others that wrap tensors may be pickled
+            if isinstance(obj, torch.Tensor) and is_fake(obj):
                 raise TypeError(f"could not publish a tensor of shape {tuple(obj.shape)}: {lacking_memory(obj)}")
             if self._refuse is not None:
                 self._refuse(obj)

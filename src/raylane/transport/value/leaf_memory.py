@@ -26,6 +26,11 @@ def leaf_address(leaf: Any) -> int:
     return address
 
 
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Return True for a fake tensor of torch, which wraps nothing; other tensors that wrap some may be pickled."""
+    return hasattr(tensor, "fake_mode")
+
+
 def opaque(tensor: torch.Tensor) -> str | None:
     """Return why the values of a tensor are not those of plain memory at its address, with the remedy; None if so.
 
@@ -44,7 +49,7 @@ def opaque(tensor: torch.Tensor) -> str | None:
     try:
         storage = tensor.untyped_storage()
         # A fake tensor warns when somebody asks for its address.
-        hidden = hasattr(tensor, "fake_mode") or (
+        hidden = is_fake(tensor) or (
             storage.nbytes() > 0 and tensor.numel() > 0 and not (storage.data_ptr() and tensor.data_ptr())
         )
     except (RuntimeError, NotImplementedError):  # torch's errors for tensors that wrap others
