@@ -49,6 +49,8 @@ class Recorder:
             file.write("\n\n".join([nodeid, report.longreprtext, *sections]) + "\n")
         self._failed[nodeid] = os.path.relpath(path, ROOT)
         self._write()
+        # At once, because a run that is ended from outside prints no summary.
+        print(f"\nFAILED {nodeid}: {reason(report)}", flush=True)
 
     def pytest_sessionfinish(self) -> None:
         """Write the record of this run."""
@@ -62,6 +64,13 @@ class Recorder:
             "failed": self._failed,
         }
         (self._folder / f"run-{os.getpid()}.json").write_text(json.dumps(record, indent=1))
+
+
+def reason(report: Any) -> str:
+    """Return the first line of the error of a failed test or of a file that could not be imported."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    lines = (crash.message if crash else report.longreprtext).strip().splitlines()
+    return lines[0][:300] if lines else ""
 
 
 def records(folder: Path = FOLDER) -> list[dict[str, Any]]:

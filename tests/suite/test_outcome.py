@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+
 from tests.suite.outcome import last_lines
 from tests.suite.record import Recorder, records
 
@@ -32,7 +34,7 @@ def test_failure_without_a_failed_test_names_the_stage() -> None:
     assert "`make check` failed" in last_lines([], "check")[0]
 
 
-def test_recorder_keeps_seconds_and_the_log_of_a_failure(tmp_path: Path) -> None:
+def test_recorder_keeps_seconds_and_the_log_of_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recorder = Recorder(tmp_path)
     for when, failed in (("setup", False), ("call", True)):
         recorder.pytest_runtest_logreport(
@@ -41,10 +43,12 @@ def test_recorder_keeps_seconds_and_the_log_of_a_failure(tmp_path: Path) -> None
                 when=when,
                 duration=1.5,
                 failed=failed,
+                longrepr=SimpleNamespace(reprcrash=SimpleNamespace(message="assert 1 == 2\n where 1 = f()")),
                 longreprtext="assert 1 == 2",
                 sections=[("Captured stdout", "printed")],
             )
         )
+    assert capsys.readouterr().out == "\nFAILED tests/a/test_b.py::test_c[x/y]: assert 1 == 2\n"
     (record,) = records(tmp_path)
     assert record["files"] == {"tests/a/test_b.py": {"setup": 1.5, "call": 1.5, "teardown": 0.0}}
     (path,) = (tmp_path / "failed").iterdir()
