@@ -117,7 +117,7 @@ RUNS ?= 1
 bench: setup
 	date=$$(date +%F); for run in $$(seq $(RUNS)); do for name in transfer graph sft weights rl; do \
 	  case $$name in transfer|weights) large="$(LARGE)";; *) large=;; esac; \
-	  $(BIN)/raylane bench $$name $$large --json benchmarks/results/$$name-$$date-$$run.json $(ARGS) || exit 1; \
+	  $(BIN)/python -m benchmarks $$name $$large --json benchmarks/results/$$name-$$date-$$run.json $(ARGS) || exit 1; \
 	done; done
 
 # The figures of the runs of the newest day, into the README and the docs.

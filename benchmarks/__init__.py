@@ -1,1 +1,4 @@
-"""Studies of raylane that are not part of the wheel: run them from a checkout."""
+"""Benchmarks of raylane against stock Ray and others (`python -m benchmarks NAME`), and studies beside them.
+
+Not part of the wheel: run them from a checkout.
+"""

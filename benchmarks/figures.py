@@ -10,11 +10,16 @@ import re
 import sys
 from collections.abc import Callable
 
+from benchmarks import goals
+from benchmarks.goals import CPU
+from benchmarks.graph import cases as graph_cases
+from benchmarks.graph.cases import BESIDE, BLOCKING, CALLS, COMPILED, RAYLANE, WAKE_UPS
+from benchmarks.rl import cases as rl_cases
 from benchmarks.runs import ROOT, Runs, factor, goal_table, table, time
-from raylane.bench import goals, graph_cases, rl_cases, sft_cases, transfer_cases, weights_cases
-from raylane.bench.goals import CPU
-from raylane.bench.graph_cases import BESIDE, BLOCKING, CALLS, COMPILED, RAYLANE, WAKE_UPS
-from raylane.bench.transfer_cases import BASELINE, OURS, OWN_COPY, OWN_MEMORY, RDT
+from benchmarks.sft import cases as sft_cases
+from benchmarks.transfer import cases as transfer_cases
+from benchmarks.transfer.cases import BASELINE, OURS, OWN_COPY, OWN_MEMORY, RDT
+from benchmarks.weights import cases as weights_cases
 
 PAGES = ("README.md", "docs/index.md", "docs/reference/figures.md")
 CONTENDERS = {
@@ -134,7 +139,7 @@ def overview() -> str:
 def machine() -> str:
     """Return when and on what the benchmarks ran."""
     names = ("transfer", "graph", "sft", "weights", "rl")
-    return "\n".join(f"- `raylane bench {name}`: {Runs(name).origin()}" for name in names)
+    return "\n".join(f"- `python -m benchmarks {name}`: {Runs(name).origin()}" for name in names)
 
 
 def transfers() -> str:

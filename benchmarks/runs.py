@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from raylane.bench.goals import P50, P99, Goal, figure
+from benchmarks.goals import P50, P99, Goal, figure
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"

@@ -54,7 +54,7 @@ WITHOUT_RAY = ("trains", "ranks")
 NETWORKS = ("_networks.py", "test_unshared.py")
 STAGES = ("fast", "rest", "alone")
 # Folders with the longest tests come first: at the end all test processes have something to do.
-FOLDERS = ("faults", "sft", "bench", "examples", "graph", "workers", "transport")
+FOLDERS = ("faults", "sft", "benchmarks", "examples", "graph", "workers", "transport")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import figures, runs
-from raylane.bench import goals
+from benchmarks import figures, goals, runs
 
 
 @pytest.mark.parametrize("page", figures.PAGES)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from benchmarks.graph_scale import broadcast, driver_links, hosts_of, simulate
-
-from benchmarks import graph_scale as scale
+from benchmarks.studies import graph_scale as scale
+from benchmarks.studies.graph_scale import broadcast, driver_links, hosts_of, simulate
 
 
 def test_hosts_are_filled_evenly() -> None:

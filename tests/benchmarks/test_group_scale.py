@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks import group_scale
+from benchmarks.studies import group_scale
 
 
 def test_small_group_is_measured_both_ways(ray_session, monkeypatch):

@@ -172,7 +172,7 @@ import raylane
 spent = time.process_time() - start
 assert "torch" not in sys.modules or "torch" in RAY_HAD, "import raylane loads torch"
 raylane.method, raylane.put, raylane.get, raylane.errors, raylane.BatchDict, raylane.WorkerGroup
-import raylane.cli, raylane.cli.doctor, raylane.cli.bench
+import raylane.cli, raylane.cli.doctor
 print(spent)
 """.replace("class Block", "RAY_HAD = set(sys.modules)\nclass Block")
     spent = []

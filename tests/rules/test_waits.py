@@ -12,7 +12,7 @@ WAITS = ("ray.get", "ray.wait", "asyncio.wait", "asyncio.wait_for", "concurrent.
 METHODS = ("acquire", "get", "join", "result", "wait", "wait_for")
 """Methods that wait when they are called without arguments; `wait_for`, of a condition, with one."""
 LIMITS = {"timeout", "timeout_s", "blocking"}
-LEFT_OUT = ("bench", "testing")
+LEFT_OUT = ("testing",)
 """Packages whose callers have limits around them."""
 
 

@@ -21,14 +21,14 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PROVEN = ROOT / "tests" / "proven.json"
 
-LAYERS = ("core", "transport", "graph", "workers", "weights", "training", "sft", "rl", "bench", "cli")
+LAYERS = ("core", "transport", "graph", "workers", "weights", "training", "sft", "rl", "cli")
 """Packages of `src/raylane`, in an order in which each may import what stands to its left."""
 SIDE_BY_SIDE = frozenset({"sft", "rl"})
 """Packages that do not import each other, although one stands to the left of the other."""
 
 TESTED = {
     **{package: package for package in LAYERS},
-    "benchmarks": "bench",
+    "benchmarks": "cli",
     "examples": "cli",
     "release": "cli",
     "vllm": "cli",
@@ -36,10 +36,6 @@ TESTED = {
 }
 """Uppermost package of `src/raylane` that each folder of tests, with its helpers, may import."""
 REACHES_ABOVE = {
-    "tests/bench/test_graph.py": "cli",
-    "tests/bench/test_rl.py": "cli",
-    "tests/bench/test_sft.py": "cli",
-    "tests/bench/test_weights.py": "cli",
     "tests/core/traces/record.py": "graph",
     "tests/graph/test_operations.py": "workers",
     "tests/graph/test_references.py": "workers",
@@ -86,11 +82,11 @@ _ON_RAY_FOR_TRAINING = frozenset(
     f"tests/sft/test_{name}.py" for name in ("options_on_workers", "storage_runs", "unshared")
 )
 """Files on Ray whose claims are about optimizers and storage: `transport`, `graph` and `weights` carry their bytes."""
-_BENCH = frozenset(f"tests/bench/test_{name}.py" for name in ("graph", "rl", "sft", "transfer", "weights"))
-"""Files with short runs of benchmarks, whose claims are about `bench`: which cases there are, and what they write."""
+_BENCH = frozenset(f"tests/benchmarks/test_{name}.py" for name in ("graph", "rl", "sft", "transfer", "weights"))
+"""Files with short runs of benchmarks, whose claims are about `benchmarks`: which cases there are, what they write."""
 NOT_FOR: dict[str, frozenset[str]] = {
     **dict.fromkeys(("transport", "graph", "weights"), _BENCH | _ON_RAY_FOR_TRAINING),
-    **dict.fromkeys(("workers", "training", "rl"), _BENCH),
+    **dict.fromkeys(("workers", "training", "rl", "cli"), _BENCH),
     "sft": _BENCH | _OF_TRAINING,
 }
 """Files that a change of a package does not run, although their folder runs; in every fourth landing they run anyway.

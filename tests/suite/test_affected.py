@@ -23,13 +23,13 @@ def folders_on_ray(*changed: str) -> set[str]:
     return {file.split("/")[1] for file in affected.affected(changed, FILES, NO_HELPERS).on_ray}
 
 
-TOP = {"bench", "benchmarks", "cli", "examples", "gpu", "release", "vllm"}
+TOP = {"benchmarks", "cli", "examples", "gpu", "release", "vllm"}
 
 
 @pytest.mark.parametrize(
     ("changed", "expected"),
     [
-        ("src/raylane/cli/doctor.py", TOP - {"bench", "benchmarks"}),
+        ("src/raylane/cli/doctor.py", TOP),
         ("src/raylane/sft/data/rows.py", TOP | {"sft"}),
         ("src/raylane/rl/trainer.py", TOP | {"rl"}),
         ("src/raylane/training/run/step.py", TOP | {"sft", "rl", "training"}),
@@ -40,7 +40,7 @@ TOP = {"bench", "benchmarks", "cli", "examples", "gpu", "release", "vllm"}
         ("tests/sft/tiny_run.py", {"sft"}),
         ("tests/sft/test_of_sft.py", {"sft"}),
         ("examples/sft.yaml", {"examples", "cli", "sft"}),
-        ("benchmarks/weights_delta.py", {"benchmarks"}),
+        ("benchmarks/studies/weights_delta.py", {"benchmarks"}),
         ("docs/index.md", {"examples"}),
         ("README.md", {"examples"}),
         ("tests/durations.txt", set()),
@@ -156,14 +156,14 @@ def test_files_that_a_package_does_not_run_exist() -> None:
 
 
 def test_change_of_fine_tuning_leaves_out_what_training_computes() -> None:
-    files = ["tests/sft/test_parallel.py", "tests/sft/test_trainer.py", "tests/bench/test_weights.py"]
+    files = ["tests/sft/test_parallel.py", "tests/sft/test_trainer.py", "tests/benchmarks/test_weights.py"]
     for changed, expected in (
-        ("sft/data/rows.py", files[1:2]),
-        ("training/run/step.py", files[:2]),
-        ("weights/plan.py", []),
-        ("bench/goals.py", files[2:]),
+        ("src/raylane/sft/data/rows.py", files[1:2]),
+        ("src/raylane/training/run/step.py", files[:2]),
+        ("src/raylane/weights/plan.py", []),
+        ("benchmarks/goals.py", files[2:]),
     ):
-        choice = affected.affected([f"src/raylane/{changed}"], files, NO_HELPERS)
+        choice = affected.affected([changed], files, NO_HELPERS)
         assert choice.files == set(expected)
     assert affected.affected(["src/raylane/sft/run/worker.py", "src/raylane/core/vm.py"], files, NO_HELPERS).files == {
         *files

@@ -6,7 +6,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-
 from tests.suite.outcome import last_lines
 from tests.suite.record import Recorder, records
 

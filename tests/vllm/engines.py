@@ -126,7 +126,8 @@ class Engine:
 
     def update(self, timeout: float = 60) -> weights.EngineUpdate:
         """Take the newest version."""
-        return self._attachment.update(timeout=timeout)
+        update: weights.EngineUpdate = self._attachment.update(timeout=timeout)
+        return update
 
     def answers(self) -> list[list[int]]:
         """Return the greedy answers."""
@@ -160,7 +161,8 @@ class AsyncEngine:
 
     async def update(self, timeout: float = 60) -> weights.EngineUpdate:
         """Take the newest version."""
-        return await self._attachment.update_async(timeout=timeout)
+        update: weights.EngineUpdate = await self._attachment.update_async(timeout=timeout)
+        return update
 
     async def answer(self, prompt: list[int], max_tokens: int = TOKENS) -> dict[str, Any]:
         """Return tokens, versions and reason of the end of one greedy answer."""

@@ -85,11 +85,6 @@ COMMANDS: dict[str, Command] = {
         "build an example data set",
         ("raylane data docstrings --out runs/docstrings/data", "raylane data sorting --out runs/grpo/data"),
     ),
-    "bench": Command(
-        "raylane.cli.bench",
-        "compare the speed of raylane with stock Ray on this machine",
-        ("raylane bench transfer", "raylane bench graph --quick --only echo"),
-    ),
     "doctor": Command(
         "raylane.cli.doctor",
         "test which tensor transports work on this machine or cluster",
@@ -121,6 +116,8 @@ COMMANDS: dict[str, Command] = {
 }
 
 
+MOVED: dict[str, str] = {"bench": "Benchmarks are in a checkout now: `python -m benchmarks transfer`. "}
+"""Commands that there were, and what took their place."""
 EXTRAS: dict[str, str] = {
     **dict.fromkeys(("transformers", "tokenizers", "safetensors", "yaml", "matplotlib", "jinja2"), "sft"),
     **dict.fromkeys(("datasets", "pyarrow", "zstandard"), "sft"),
@@ -167,7 +164,8 @@ def _run(argv: Sequence[str]) -> int:
     """Run one command. Everything slow is imported here, where `main` handles Ctrl-C."""
     parser = build_parser(argv)
     if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
-        parser.error(f"there is no command {argv[0]}. {meant(argv[:1], COMMANDS)}`raylane --help` lists all")
+        remedy = MOVED.get(argv[0]) or meant(argv[:1], COMMANDS)
+        parser.error(f"there is no command {argv[0]}. {remedy}`raylane --help` lists all")
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         parser.error(

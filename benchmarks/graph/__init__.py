@@ -1,0 +1,1 @@
+"""Benchmark of calls through compiled graphs."""

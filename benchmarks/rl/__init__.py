@@ -1,0 +1,1 @@
+"""Benchmark of queues and of the loop of GRPO."""

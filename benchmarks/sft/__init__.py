@@ -1,0 +1,1 @@
+"""Benchmark of steps of a worker group."""
