@@ -210,12 +210,12 @@ def graph_busy() -> str:
 def collectives() -> str:
     """Return the table of sums over actors."""
     runs = Runs("graph")
-    names = (RAYLANE, graph_cases.GLOO, graph_cases.IN_METHOD, COMPILED)
+    names = (RAYLANE, graph_cases.IN_METHOD, COMPILED)
     rows = []
     for case in runs.cases("allreduce-.*"):
         cells = [f"{runs.times(case, name)}, CPU {time(runs.get(case, name, CPU))}" for name in names]
         rows.append([case.rpartition("-")[2], *cells])
-    return table(["actors", "raylane", 'raylane, `transport="gloo"`', "in method (gloo)", "Ray's graph"], rows)
+    return table(["actors", "raylane", "in method (gloo)", "Ray's graph"], rows)
 
 
 def graph_more() -> str:

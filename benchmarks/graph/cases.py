@@ -18,8 +18,8 @@ BLOCKING = "raylane:block"
 """raylane's graph with processes that always sleep while they wait (RAYLANE_WAIT=block)."""
 BESIDE = "raylane:beside"
 """raylane's graph on an actor that has idle graphs as well (`Case.idle_graphs`)."""
-GLOO, IN_METHOD = "raylane:gloo", "raylane:in-method"
-"""raylane's graph with a collective through gloo, and with methods that call torch.distributed themselves."""
+IN_METHOD = "raylane:in-method"
+"""raylane's graph with methods that call torch.distributed themselves, by gloo."""
 WAKE_UPS = "wake-ups"
 """Processes that wake each other by bare semaphores, with nothing to carry: what the kernel takes."""
 _GRAPHS = (RAYLANE, COMPILED, CALLS)
@@ -94,7 +94,7 @@ _ALL = [
     Case("chain-4-busy2", 4, busy=2, contenders=_AGAINST_BLOCKING),
 ]
 _ALL += [
-    Case(f"allreduce-1MB-{actors}", actors, "fan", "allreduce", contenders=(RAYLANE, GLOO, IN_METHOD, COMPILED))
+    Case(f"allreduce-1MB-{actors}", actors, "fan", "allreduce", contenders=(RAYLANE, IN_METHOD, COMPILED))
     for actors in (2, 4)
 ]
 _ALL += [Case(f"values-{name}", value=name, contenders=(RAYLANE, COMPILED)) for name in graph_values.NAMES]

@@ -54,10 +54,10 @@ class Reducer:
         return self.take(total)
 
 
-def bind_raylane(actors: Sequence[Any], transport: str) -> Any:
+def bind_raylane(actors: Sequence[Any]) -> Any:
     """Return raylane's graph."""
     with raylane.InputNode() as x:
-        summed = raylane.graph.allreduce.bind([raylane.bind(actor.give, x) for actor in actors], transport=transport)
+        summed = raylane.graph.allreduce.bind([raylane.bind(actor.give, x) for actor in actors])
         return raylane.MultiOutputNode([raylane.bind(a.take, value) for a, value in zip(actors, summed, strict=True)])
 
 

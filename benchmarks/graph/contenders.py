@@ -26,7 +26,6 @@ from benchmarks.graph.cases import (
     BLOCKING,
     CALLS,
     COMPILED,
-    GLOO,
     IN_METHOD,
     LOOP,
     RAYLANE,
@@ -167,7 +166,7 @@ class Raylane(Graph):
 
     def _node(self) -> Any:
         if self.case.method == "allreduce":
-            return graph_collectives.bind_raylane(self.actors, "auto")
+            return graph_collectives.bind_raylane(self.actors)
         with raylane.InputNode() as x:
             if self.case.shape == "fan":
                 node: Any = raylane.MultiOutputNode(
@@ -193,13 +192,6 @@ class Raylane(Graph):
 
     def finish(self, token: Any) -> Any:
         return token.get()
-
-
-class RaylaneGloo(Raylane):
-    """raylane's compiled graph with a collective through gloo."""
-
-    def _node(self) -> Any:
-        return graph_collectives.bind_raylane(self.actors, "gloo")
 
 
 class RaylaneInMethod(Raylane):
@@ -331,7 +323,6 @@ KINDS: dict[str, type[Contender]] = {
     CALLS: RayCalls,
     LOOP: Loop,
     BESIDE: RaylaneBeside,
-    GLOO: RaylaneGloo,
     IN_METHOD: RaylaneInMethod,
     WAKE_UPS: WakeUps,
 }

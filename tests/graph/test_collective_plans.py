@@ -11,8 +11,6 @@ import torch
 import raylane
 from raylane import MultiOutputNode, bind
 from raylane.graph import allgather, allreduce, reducescatter
-from raylane.graph.plan import planner, schedule
-from raylane.graph.plan.ir import Plan
 
 
 class Adder:
@@ -75,61 +73,3 @@ def test_random_programs_give_what_torch_gives(overlap: bool) -> None:
             for _ in range(2):
                 found = g.execute(torch.arange(4.0)).get()
                 assert all(torch.equal(one, wanted) for one, (_, wanted) in zip(found, made, strict=True)), seed
-
-
-def _runs(plan: Plan) -> bool:
-    """Return True if an execution comes to its end: each member runs its tasks in order, and the groups meet."""
-    order = [list(tasks) for tasks in plan.order]
-    done: set[int] = set()
-    moved = True
-    while moved:
-        moved = False
-        for tasks in order:
-            if not tasks:
-                continue
-            task = plan.tasks[tasks[0]]
-            sources = {plan.values[value].source for value in task.reads} - {-1}
-            if not sources <= done:
-                continue
-            meeting = [tasks[0]]
-            if task.collective is not None and task.collective.role == "combine":
-                number = task.collective.number
-                meeting = [
-                    t.index
-                    for t in plan.tasks
-                    if t.collective is not None and t.collective.role == "combine" and t.collective.number == number
-                ]
-            # A process group goes on when all of its members have come to it.
-            if all(any(other[:1] == [one] for other in order) for one in meeting):
-                done.update(meeting)
-                for other in order:
-                    if other and other[0] in meeting:
-                        other.pop(0)
-                moved = True
-    return not any(order)
-
-
-def test_the_check_finds_every_order_in_which_groups_do_not_meet() -> None:
-    verdicts = []
-    for seed in range(300):
-        rng = random.Random(seed)
-        actors = [Adder(rank) for rank in range(rng.randint(2, 3))]
-        with raylane.InputNode() as x:
-            given = [bind(actor.add, x) for actor in actors]
-            calls: list[list[Any]] = [[given[actor.rank]] for actor in actors]
-            for _ in range(rng.randint(1, 3)):
-                ranks = rng.sample(range(len(actors)), rng.randint(2, len(actors)))
-                found = allreduce.bind([given[rank] for rank in ranks], transport="gloo")
-                for rank, node in zip(ranks, found, strict=True):
-                    calls[rank].append(node)
-            for actor in actors:
-                calls[actor.rank].append(bind(actor.add, rng.choice(rng.choice(calls))))
-        order = {
-            actor: rng.sample(own, len(own)) for actor in actors if rng.random() < 0.4 for own in [calls[actor.rank]]
-        }
-        node = MultiOutputNode([call for own in calls for call in own])
-        plan, _ = planner.plan(node, identify=id, name=lambda actor: f"Adder{actor.rank}", order=order)
-        fits = schedule.find_deadlock(plan, 1, 1) is None
-        assert fits == _runs(plan), f"seed {seed}: {schedule.find_deadlock(plan, 1, 1)}"
-        verdicts.append(fits)
-    assert {True, False} == set(verdicts)

@@ -268,13 +268,16 @@ def test_a_pool_reuses_good_links_and_closes_bad_ones(server: Server) -> None:
 
 
 def test_closing_ends_every_link(server: Server) -> None:
-    link = server.link()
+    def listeners() -> int:
+        return sum(thread.name == "raylane-listener" for thread in threading.enumerate())
+
+    link, before = server.link(), listeners()
     server.listener.close()
     with pytest.raises(SourceLostError):
         link.receive()
     link.close()
     deadline = time.monotonic() + 60
-    while threading.active_count() > 1 and any(t.name == "raylane-listener" for t in threading.enumerate()):
+    while listeners() == before:
         assert time.monotonic() < deadline
 
 

@@ -22,8 +22,6 @@ from raylane.graph import nodes
 OPERATIONS = ("sum", "prod", "min", "max", "avg")
 _ALIASES = {"product": "prod", "mean": "avg"}
 """Other names of operations: those of Ray and of NumPy."""
-GROUPS = ("gloo", "nccl")
-"""Transports that are process groups of torch."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,10 +35,6 @@ class Collective:
     """"share" or "combine"."""
     rank: int
     size: int
-    transport: str = "auto"
-    """"gloo" and "nccl": a process group of torch. Else the values travel with the shares."""
-    number: int = -1
-    """Number that all calls of the collective have, and no others; known to the planner."""
     members: tuple[int, ...] = ()
     """Members of the graph, by rank; known to the planner."""
 
@@ -78,10 +72,11 @@ class AllReduce:
             inputs: Results of calls of different actors.
             op: "sum", "prod", "min", "max" or "avg" (or a member of Ray's ReduceOp).
             transport: Way of the values between the actors: "auto", "shm" or "tcp", as of
-                `Node.with_tensor_transport`; or "gloo" or "nccl", a process group of torch.
+                `Node.with_tensor_transport`.
 
         Raises:
             ValueError: The inputs are not one node of each actor, or `op` or `transport` is unknown.
+            GraphPlanError: `transport` is one of direct transport, such as "nccl".
         """
         return _bind("allreduce", inputs, op, transport)
 
@@ -147,18 +142,17 @@ def bind_collective(
     """Return the node of each actor's result. `per_actor` are the inputs of each actor, which were checked."""
     calls: list[CollectiveNode] = []
     size, name = len(actors), "auto" if transport is None else str(transport).lower()
-    in_group = name in GROUPS
-    name = name if in_group else nodes.edge_transport(name)
-    if not in_group and name not in nodes.EDGE_TRANSPORTS:
+    name = name if name in ("gloo", "nccl") else nodes.edge_transport(name)
+    if name not in nodes.EDGE_TRANSPORTS:
         raise GraphPlanError(
-            f"{kind}: transport {name!r} is for values of calls; collectives take {', '.join(nodes.EDGE_TRANSPORTS)}, "
-            f"{', '.join(GROUPS)}"
+            f"{kind}: transport {name!r} is for values of calls; collectives take {', '.join(nodes.EDGE_TRANSPORTS)}. "
+            "For a collective by NCCL or gloo call torch.distributed in a method"
         )
     shares = [
-        CollectiveNode(actor, Collective(kind, op, "share", rank, size, name), inputs_of_actor, calls)
+        CollectiveNode(actor, Collective(kind, op, "share", rank, size), inputs_of_actor, calls)
         for rank, (actor, inputs_of_actor) in enumerate(zip(actors, per_actor, strict=True))
     ]
-    for share in shares if not in_group else ():
+    for share in shares:
         share.with_tensor_transport(name)
     # All shares come before the first result, so that in the order of binding every actor gives before any waits.
     combined = []
@@ -167,7 +161,7 @@ def bind_collective(
         parts = [nodes.ItemNode(share, "return", rank) for share in shares] if kind == "reducescatter" else shares
         for share in shares:
             share.num_returns = size if kind == "reducescatter" else 1
-        node = CollectiveNode(actor, Collective(kind, op, "combine", rank, size, name), (list(parts),), calls)
+        node = CollectiveNode(actor, Collective(kind, op, "combine", rank, size), (list(parts),), calls)
         node.num_returns = len(per_actor[rank])
         combined.append(node)
     return combined

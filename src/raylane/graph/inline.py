@@ -33,7 +33,7 @@ from raylane.graph.values import references
 from raylane.graph.values.arguments import Arguments
 from raylane.graph.values.failures import Failure
 from raylane.graph.worker.executor import KEPT_RECORDS, Executor
-from raylane.graph.worker.program import share_of, without_groups
+from raylane.graph.worker.program import share_of
 
 NO_LIMIT = 1 << 62
 """Bytes that an inline graph may lend: a wait for readers would never end, because they are on the same thread."""
@@ -104,7 +104,7 @@ class InlineGraph:
     def _executor(self, member: int, instance: Any, readers: dict[int, RingReader]) -> Executor:
         try:
             # Each object has its own constants.
-            plan: Plan = references.unpack(*references.pack(without_groups(share_of(self.plan, member))))
+            plan: Plan = references.unpack(*references.pack(share_of(self.plan, member)))
         except Exception as error:
             raise GraphPlanError(
                 f"a constant in the calls of {self.plan.members[member]} cannot be pickled: {error}. Pass a value that "

@@ -186,8 +186,7 @@ class _Planner:
             return None
         combines = sorted((c for c in call.calls if c.collective.role == "combine"), key=lambda c: c.collective.rank)
         members = tuple(self.keys[self.identify(combine.actor)] for combine in combines)
-        number = min(self.task_of[id(combine)] for combine in call.calls)
-        return dataclasses.replace(call.collective, members=members, number=number)
+        return dataclasses.replace(call.collective, members=members)
 
     def _draft(self, call: n.CallNode) -> tuple[Any, Any, tuple[int, ...]]:
         args = tuple(self._argument(arg) for arg in call.args)

@@ -31,7 +31,6 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from raylane.errors import GraphDeadlockError
-from raylane.graph.collectives import GROUPS
 from raylane.graph.plan.ir import INPUT, Plan
 
 
@@ -100,17 +99,6 @@ def waits_of(plan: Plan) -> list[list[Wait]]:
     for reader in plan.tasks:
         sources = ((value, plan.values[value].source) for value in reader.reads)
         waits[reader.index] += [Wait(reader.index, source, value) for value, source in sources if source != INPUT]
-    # The members of a process group meet: each waits for what the others run before.
-    meeting: dict[int, list[int]] = {}
-    for task in plan.tasks:
-        collective = task.collective
-        if collective is not None and collective.role == "combine" and collective.transport in GROUPS:
-            meeting.setdefault(collective.number, []).append(task.index)
-    before = {later: earlier for tasks in plan.order for earlier, later in pairwise(tasks)}
-    for meet in meeting.values():
-        for member_task in meet:
-            others = [before[other] for other in meet if other != member_task and other in before]
-            waits[member_task] += [Wait(member_task, other, None) for other in others]
     return waits
 
 
@@ -180,8 +168,6 @@ def _text(plan: Plan, wait: Wait) -> str:
         names.append(label if label.startswith(name) else f"{label} on {name}")
     if wait.value is None:
         why = f"{plan.members[before]} runs it first"
-        if member != before:
-            why += ", and then meets the others in the collective"
     elif member == before:
         why = f"it uses {plan.source_label(wait.value)}"
     else:

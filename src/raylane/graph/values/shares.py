@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from raylane.core.segment import bytes_at
-from raylane.graph.collectives import GROUPS, Collective
+from raylane.graph.collectives import Collective
 
 
 class Spec(NamedTuple):
@@ -39,29 +39,26 @@ class Spec(NamedTuple):
 class Share:
     """Contribution of one member. In other processes without `like`."""
 
-    __slots__ = ("arrays", "like", "meeting", "specs")
+    __slots__ = ("arrays", "like", "specs")
 
-    def __init__(self, specs: tuple[Spec, ...], arrays: Sequence[Any], like: Any = None, meeting: Any = None) -> None:
+    def __init__(self, specs: tuple[Spec, ...], arrays: Sequence[Any], like: Any = None) -> None:
         self.specs = specs
         self.arrays = arrays
         """Bytes of all tensors of one dtype, for each dtype in order of first use."""
         self.like = like
         """(values, tensors): the member's own."""
-        self.meeting = meeting
-        """Data by which a member of a process group meets the others (`worker.process_groups.Meeting`)."""
 
     def __reduce__(self) -> Any:
-        return _received, (tuple(map(tuple, self.specs)), self.arrays, self.meeting)
+        return _received, (tuple(map(tuple, self.specs)), self.arrays)
 
 
-def _received(specs: Sequence[Any], arrays: Sequence[Any], meeting: Any) -> Share:
-    return Share(tuple(Spec(*spec) for spec in specs), arrays, meeting=meeting)
+def _received(specs: Sequence[Any], arrays: Sequence[Any]) -> Share:
+    return Share(tuple(Spec(*spec) for spec in specs), arrays)
 
 
-def share(collective: Collective, group: Any, *values: Any) -> Any:
+def share(collective: Collective, *values: Any) -> Any:
     """Return what this member gives: one Share for all, or for a reducescatter one for each member.
 
-    With `group` (a `worker.process_groups.ProcessGroup`) the shares hold no tensors, which travel through the group.
     TypeError if a value holds anything but tensors and arrays that are nothing but their memory, or has no such
     reduction; ValueError if it has no such parts.
     """
@@ -76,9 +73,6 @@ def share(collective: Collective, group: Any, *values: Any) -> Any:
         _check(collective, spec)
     array = [tensor for _, tensor in tensors]
     like = values, array
-    if group is not None:
-        new_share = Share(specs, (), like, group.meeting())
-        return new_share if collective.kind != "reducescatter" else (new_share,) * collective.size
     if collective.kind != "reducescatter":
         return Share(specs, _packed(specs, array), like)
     # A part for each member, so that the planner sends it to that member alone.
@@ -86,10 +80,8 @@ def share(collective: Collective, group: Any, *values: Any) -> Any:
     return tuple(Share(specs, _packed(specs, part), like) for part in parts)
 
 
-def combine(collective: Collective, names: Sequence[str], group: Any, shares: Sequence[Share]) -> Any:
+def combine(collective: Collective, names: Sequence[str], shares: Sequence[Share]) -> Any:
     """Return the result of a member from the shares of all, by rank. `names` are the members' names.
-
-    With `group` the members exchange their tensors now; each of them waits for all others.
 
     ValueError, with the members and their shapes, if the shares do not fit together.
     """
@@ -100,20 +92,13 @@ def combine(collective: Collective, names: Sequence[str], group: Any, shares: Se
     outputs: list[Any] = [None] * len(own_share.specs)
     for number, places in enumerate(_by_dtype(own_share.specs)):
         spec = own_share.specs[places[0]]
-        shapes = [part_shape(collective, own_share.specs[place].shape) for place in places]
-        if group is not None:
-            results = group.exchange(
-                [member_share.meeting for member_share in shares],
-                collective,
-                spec,
-                [tensors[place] for place in places],
-            )
-        elif collective.kind == "allgather":
-            parts = [cut(array, shapes) for array in _flat(spec, shares, number)]
+        shapes = [_part_shape(collective, own_share.specs[place].shape) for place in places]
+        if collective.kind == "allgather":
+            parts = [_cut(array, shapes) for array in _flat(spec, shares, number)]
             join = sys.modules["numpy"].concatenate if spec.module == "numpy" else sys.modules["torch"].cat
             results = [join(list(pieces)) for pieces in zip(*parts, strict=True)]
         else:
-            results = cut(_reduced(spec, collective.op, _flat(spec, shares, number)), shapes)
+            results = _cut(_reduced(spec, collective.op, _flat(spec, shares, number)), shapes)
         for place, result in zip(places, results, strict=True):
             outputs[place] = result if spec.module == "numpy" else result.to(tensors[place].device)
     remaining = iter(outputs)
@@ -205,15 +190,6 @@ def _check(collective: Collective, spec: Spec) -> None:
         raise TypeError(f"{text}: the mean of integers is none; convert them to a float dtype")
     if collective.op and not _is_reducible(spec.module, spec.dtype, collective.op):
         raise TypeError(f"{text}: {spec.module} has no {collective.op} of {spec.dtype}; convert it to another dtype")
-    if collective.transport in GROUPS:
-        # torch has no dtypes for long doubles, and its process groups reduce some dtypes not at all.
-        no_dtype = spec.dtype in ("longdouble", "float128", "clongdouble", "complex256")
-        no_order = spec.dtype.startswith("complex") and collective.op not in ("sum", "avg")
-        if no_dtype or (collective.op and (spec.dtype == "uint64" or no_order)):
-            raise TypeError(
-                f"{text}: {collective.transport} cannot take {spec.dtype}; use the transport 'auto', or convert it to "
-                "another dtype"
-            )
     if collective.kind != "allreduce" and not spec.shape:
         raise ValueError(f"{text}: it has no dimensions; reshape it to (1,)")
     if collective.kind == "reducescatter" and spec.shape[0] % collective.size:
@@ -278,20 +254,20 @@ def _bytes_of(module: str, tensors: Sequence[Any]) -> Any:
     if module == "numpy":
         numpy = sys.modules["numpy"]
         # No copy for one contiguous array: the encoder of the message copies it once, to its readers.
-        flat = [numpy.ascontiguousarray(tensor, native_dtype(tensor)).reshape(-1) for tensor in tensors]
+        flat = [numpy.ascontiguousarray(tensor, _native_dtype(tensor)).reshape(-1) for tensor in tensors]
         return (flat[0] if len(flat) == 1 else numpy.concatenate(flat)).view(numpy.uint8)
     torch = sys.modules["torch"]
     # Tensors of a GPU go through host memory.
-    flat = [plain(tensor).contiguous().reshape(-1).cpu() for tensor in tensors]
+    flat = [_plain(tensor).contiguous().reshape(-1).cpu() for tensor in tensors]
     return (flat[0] if len(flat) == 1 else torch.cat(flat)).view(torch.uint8).numpy()
 
 
-def native_dtype(array: Any) -> Any:
+def _native_dtype(array: Any) -> Any:
     """Return the dtype of a NumPy array in the byte order of the machine."""
     return array.dtype.newbyteorder("=")
 
 
-def plain(tensor: Any) -> Any:
+def _plain(tensor: Any) -> Any:
     """Return a tensor without gradient and without lazy conjugation or negation, which are not in its memory."""
     return tensor.detach().resolve_conj().resolve_neg()
 
@@ -318,12 +294,12 @@ def _rows(tensor: Any, rank: int, size: int) -> Any:
     return tensor[rank * rows : (rank + 1) * rows]
 
 
-def part_shape(collective: Collective, shape: tuple[int, ...]) -> tuple[int, ...]:
+def _part_shape(collective: Collective, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape of what one member gives another (allgather) or gets."""
     return shape if collective.kind != "reducescatter" else (shape[0] // collective.size, *shape[1:])
 
 
-def cut(flat: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
+def _cut(flat: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
     """Return the tensors that lie one after the other in a flat one."""
     start, parts = 0, []
     for shape in shapes:
@@ -340,7 +316,7 @@ def _reduced(spec: Spec, op: str, flat: Sequence[Any]) -> Any:
     """Return a new flat tensor: the reduction in the order of the members, so that all get the same bits."""
     module: Any = sys.modules[spec.module]
     dtype = flat[0].dtype
-    wide = wide_dtype(module, dtype, op)
+    wide = _wide_dtype(module, dtype, op)
     # Own and foreign memory is only read; the first sum is new memory, into which the others are added.
     first, *others = [array if array.dtype == wide else _cast(array, wide) for array in flat]
     function: Callable[..., Any] = getattr(module, _FUNCTIONS[op])
@@ -356,7 +332,7 @@ _FUNCTIONS = {"sum": "add", "avg": "add", "prod": "multiply", "min": "minimum", 
 """Function of NumPy and of torch for each reduction."""
 
 
-def wide_dtype(module: Any, dtype: Any, op: str) -> Any:
+def _wide_dtype(module: Any, dtype: Any, op: str) -> Any:
     """Return the dtype in which a reduction computes: single precision for halves, whose largest number is 65,504.
 
     Also for the order of floats of one byte, which torch does not compare.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import inspect
 import logging
 import pickle
@@ -28,13 +29,13 @@ from raylane.errors import GraphActorDiedError, GraphError, GraphPlanError, Grap
 from raylane.graph.channels.lease import PoolFull, SegmentGone
 from raylane.graph.channels.published import EdgeWriter, PublishingWriter, fetched_edge
 from raylane.graph.channels.ring import WAKE, ProcessDoorbell, RingReader
+from raylane.graph.collectives import Collective
 from raylane.graph.lifecycle import EXECUTOR_TRANSITIONS, ExecutorEvent, ExecutorState
 from raylane.graph.plan.ir import DRIVER, Edge, Plan, Ref, Step, Task
 from raylane.graph.values import message as messages
-from raylane.graph.values import operations
+from raylane.graph.values import operations, shares
 from raylane.graph.values.failures import Failure, error_message, raised_message
 from raylane.graph.values.message import ERROR, NOTHING, TICKET, VALUE, Encoder, Message
-from raylane.graph.worker.collectives import Collectives
 from raylane.graph.worker.fetches import Fetches
 
 log = logging.getLogger("raylane.graph")
@@ -178,7 +179,6 @@ class Executor:
         self.encoder = Encoder()
         self.values: list[Any] = [None] * len(plan.values)
         """Values of the current execution; the prepared list is copied for each."""
-        self.collectives = Collectives(timeout_s)
         self.flags = 0
         """Flags of all messages of the current execution, for the messages that it sends."""
         self.tasks = self._prepare(instance, writers)
@@ -223,8 +223,8 @@ class Executor:
             # A value that an earlier task of the execution has read is here already.
             inputs = [by_value[read] for read in task.reads if read in by_value and read not in arrived]
             arrived.update(inbound.value for inbound in inputs)
-            method = task.collective is None
-            call = method_of(instance, task.method) if method else self.collectives.call(plan, task)
+            collective = task.collective
+            call = method_of(instance, task.method) if collective is None else function_of(plan, collective)
             prepared_task = PreparedTask(task, plan.labels[index], call, inputs)
             prepared_task.local.extend(local[index])
             prepared_task.outputs.extend(outputs[index])
@@ -348,10 +348,6 @@ class Executor:
         """Return the Failure of a message that could not be unpickled."""
         me = self.plan.members[self.member]
         refused = GraphValueError(f"{inbound.label} could not be unpickled by {me}: {messages.error_text(error, repr)}")
-        # Other readers may have read the message: their part of a collective must not wait for this actor.
-        for task in self.tasks:
-            if inbound.value in task.reads:
-                self.collectives.miss(task.task, refused)
         return Failure(self._failed(error_message(refused, me), inbound.fatal))
 
     def run(self, task: PreparedTask) -> None:
@@ -496,7 +492,6 @@ class Executor:
         self._enter(ExecutorEvent.STOP)
         self._blocked = None
         self._steps = (_do_nothing, _do_nothing, _do_nothing)  # cuts the cycle of references, as below
-        self.collectives.close()
         self.fetches.close()
         # The callbacks are methods of the session, which holds this executor: cut the cycle to free memory now.
         self._callbacks = (lambda: None), (lambda execution, error, flags: None)
@@ -520,6 +515,13 @@ def _copied(sequence: int, message: Message) -> Message:
 
 def _do_nothing() -> bool:
     return False
+
+
+def function_of(plan: Plan, collective: Collective) -> Callable[..., Any]:
+    """Return the function that computes a part of a collective."""
+    if collective.role == "share":
+        return functools.partial(shares.share, collective)
+    return functools.partial(shares.combine, collective, [plan.members[member] for member in collective.members])
 
 
 def method_of(instance: Any, name: str) -> Callable[..., Any]:

@@ -47,17 +47,6 @@ class Program:
     """Number in the driver of the eventfd that wakes its asyncio loop."""
 
 
-def without_groups(plan: Plan) -> Plan:
-    """Return the plan with collectives that travel with the shares: within one thread no member can wait for others."""
-    return replace(
-        plan,
-        tasks=tuple(
-            t if t.collective is None else replace(t, collective=replace(t.collective, transport="auto"))
-            for t in plan.tasks
-        ),
-    )
-
-
 def share_of(plan: Plan, member: int) -> Plan:
     """Return the plan without the arguments of other members' tasks: constants travel only to where they are used."""
     return replace(plan, tasks=tuple(t if t.member == member else replace(t, args=(), kwargs=()) for t in plan.tasks))

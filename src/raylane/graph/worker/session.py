@@ -105,7 +105,6 @@ class Session:
             timeout_s=options.timeout_s,
             doorbell=doorbell,
         )
-        self.executor.collectives.ended = self._ended
         shorten(self.executor)
         # Last, when nothing can fail any more: a descriptor, and a session that was not created is not closed.
         self.wake_refused = self._fetch_wake_fd(program) if layout.near_driver else None
@@ -150,13 +149,6 @@ class Session:
             answer = GraphError(f"{self.actor_name} does not know the order {order!r}")
         self._report(order, answer)
         return True
-
-    def _ended(self) -> bool:
-        """Return True if the graph has ended. Obeys orders: the loop cannot while a collective waits for others."""
-        self.check_owner()
-        if self.lifecycle.running:
-            self.obey()
-        return not self.lifecycle.running
 
     def _report(self, name: str, answer: Any, flags: int = 0) -> None:
         self._reports.write(self._reports_sent, self._encoder.encode((name, answer)), flags)
