@@ -409,8 +409,8 @@ def test_inline_show_lists_calls_and_edges(graph: Compile, tmp_path: Path) -> No
         "Stage#2.echo -> driver": 5,
     }
     assert all(edge["bytes"] > 0 for edge in stats["edges"].values())
-    g.draw(tmp_path / "graph.svg")
-    assert (tmp_path / "graph.svg").read_text().startswith("<svg")
+    g.draw(tmp_path / "graph.md")
+    assert (tmp_path / "graph.md").read_text().startswith("```mermaid\n%% graph of ")
     assert g.trace(tmp_path / "deep" / "run.json") == []
     events = json.loads((tmp_path / "deep" / "run.json").read_text())["traceEvents"]
     assert sum(event.get("cat") == "call" for event in events) == 10

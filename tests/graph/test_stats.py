@@ -44,8 +44,8 @@ def test_a_graph_shows_counts_draws_and_traces_itself(workers: list[Any], graph:
     assert carried["bytes"] >= 7 * value.nbytes
     assert found["unanswered"] == []
 
-    g.draw(tmp_path / "graph.svg")
-    assert (tmp_path / "graph.svg").read_text().startswith("<svg")
+    g.draw(tmp_path / "graph.md")
+    assert (tmp_path / "graph.md").read_text().startswith("```mermaid\n%% graph of ")
     assert g.trace(tmp_path / "run.json") == []
     events = json.loads((tmp_path / "run.json").read_text())["traceEvents"]
     names = {event["name"] for event in events if event["ph"] == "X"}

@@ -212,8 +212,8 @@ class InlineGraph:
         return describe(self.plan, max_inflight=self.max_inflight)
 
     def draw(self, path: str | Path) -> None:
-        """Write the graph as an SVG picture."""
-        Path(path).write_text(drawing.draw(self.plan, max_inflight=self.max_inflight))
+        """Write the graph as Mermaid text, into a file that ends in .md or .mmd; ValueError for another ending."""
+        drawing.write(path, self.plan, max_inflight=self.max_inflight)
 
     def stats(self) -> dict[str, Any]:
         """Return counters like `CompiledGraph.stats`. There is no leased memory here."""

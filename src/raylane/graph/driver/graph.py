@@ -143,9 +143,8 @@ class CompiledGraph:
         return describe(self.plan, self._connections.describe_channels(), max_inflight=self.max_inflight)
 
     def draw(self, path: str | Path) -> None:
-        """Write the graph as an SVG picture."""
-        channels = self._connections.describe_channels()
-        Path(path).write_text(drawing.draw(self.plan, channels, max_inflight=self.max_inflight))
+        """Write the graph as Mermaid text, into a file that ends in .md or .mmd; ValueError for another ending."""
+        drawing.write(path, self.plan, self._connections.describe_channels(), max_inflight=self.max_inflight)
 
     def stats(self) -> dict[str, Any]:
         """Return the counters since the graph was compiled. Counting is always on.

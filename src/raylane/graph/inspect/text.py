@@ -80,7 +80,7 @@ def _actors(plan: Plan) -> str:
             inputs = [f"takes {_edge_list(incoming)}" if incoming else "", f"has {', '.join(has)}" if has else ""]
             rows[member, place] = [
                 f"{place}.",
-                f"{_method(plan, task)}({arguments_text(plan, task)})",
+                f"{method_label(plan, task)}({arguments_text(plan, task)})",
                 ", ".join(filter(None, inputs)) or "takes nothing",
                 f"sends {_edge_list(outgoing) or 'nothing'}" + (" (leaf)" if task.leaf else ""),
             ]
@@ -91,7 +91,7 @@ def _actors(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _method(plan: Plan, task: Task) -> str:
+def method_label(plan: Plan, task: Task) -> str:
     """Return the label of a task without its member's name, which is printed above it."""
     return plan.labels[task.index].removeprefix(f"{plan.members[task.member]}.")
 
