@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from raylane.workers.batch import BatchDict, inverse_order, plan_token_budget
+from raylane.workers.batch import BatchDict, plan_token_budget
 
 
 def batch_of(rows: int, start: int = 0) -> BatchDict:
@@ -51,14 +51,6 @@ def test_views_share_storage_and_copies_do_not():
     assert batch.slice(1, 3)["wide"].untyped_storage().data_ptr() == batch["wide"].untyped_storage().data_ptr()
     batch.select([0])["ids"][0] = 99
     assert batch["ids"][0] == 0
-
-
-def test_reorder_is_undone_by_the_inverse_order():
-    batch, order = batch_of(5), [3, 1, 4, 0, 2]
-    assert batch.reorder(order)["ids"].tolist() == order
-    assert same(batch.reorder(order).reorder(inverse_order(order)), batch)
-    with pytest.raises(ValueError, match="not a permutation of 5 rows"):
-        batch.reorder([0, 0, 1, 2, 3])
 
 
 def test_select_repeats_rows_and_refuses_those_outside():
@@ -135,16 +127,6 @@ def test_token_budget_rounds_lengths_and_group_count():
         plan_token_budget([1, 9], 10, round_to=4)
 
 
-def test_token_budget_micro_batches_tell_their_order():
-    batch = batch_of(4)
-    parts, order = batch.token_budget_micro_batches([1, 4, 2, 3], 6)
-    joined = BatchDict.from_batches(parts)
-    assert joined["ids"].tolist() == order
-    assert same(joined.reorder(inverse_order(order)), batch)
-    with pytest.raises(ValueError, match="there are 1 lengths for a batch of 4 rows"):
-        batch.token_budget_micro_batches([1], 6)
-
-
 def test_pickling_keeps_it_plain():
     batch = batch_of(3)
     copy = pickle.loads(pickle.dumps(batch))
@@ -171,11 +153,6 @@ def test_select_takes_integers_of_every_kind():
     batch = BatchDict(x=torch.arange(3))
     for rows in ([2, 0], torch.tensor([2, 0]), np.array([2, 0]), (np.int32(2), 0)):
         assert batch.select(rows)["x"].tolist() == [2, 0]
-
-
-def test_inverse_of_no_permutation_is_refused():
-    with pytest.raises(ValueError, match="is not a permutation"):
-        inverse_order([0, 0])
 
 
 def test_token_budget_of_sizes_that_cannot_be_is_refused():

@@ -131,12 +131,6 @@ class BatchDict(dict[str, Any]):
         starts = [[step * batch_size + i * rows for step in range(steps)] for i in range(shards)]
         return [self.select([at + row for at in own_starts for row in range(rows)]) for own_starts in starts]
 
-    def reorder(self, order: Sequence[int]) -> BatchDict:
-        """Return a batch whose row i is row order[i]; `inverse_order` undoes it. ValueError unless a permutation."""
-        if sorted(order) != list(range(self.size)):
-            raise ValueError(f"order has {len(order)} entries and is not a permutation of {self.size} rows")
-        return self.select(order)
-
     def pad(self, size: int, fill: Mapping[str, Any] = {}) -> BatchDict:
         """Return a batch grown to `size` rows, filled with `fill[key]` (default 0 for tensors, None for lists)."""
         missing = size - self.size
@@ -156,37 +150,12 @@ class BatchDict(dict[str, Any]):
         count = _divided(self.size, rows, "rows per micro-batch", sized=True)
         return (self.slice(i * rows, (i + 1) * rows) for i in range(count))
 
-    def token_budget_micro_batches(
-        self, lengths: Sequence[int], max_tokens: int, *, round_to: int = 1, at_least: int = 1
-    ) -> tuple[list[BatchDict], list[int]]:
-        """Return micro-batches of at most `max_tokens` tokens, and the order of their rows.
-
-        `lengths[i]` is row i's length in tokens. The columns of padding stay. `plan_token_budget` describes the other
-        arguments and the errors.
-        """
-        if len(lengths) != self.size:
-            raise ValueError(
-                f"there are {len(lengths)} lengths for a batch of {self.size} rows. Pass one length for each row"
-            )
-        plan = plan_token_budget(lengths, max_tokens, round_to=round_to, at_least=at_least)
-        return [self.select(rows) for rows in plan], [row for rows in plan for row in rows]
-
     def to(self, device: torch.device | str) -> BatchDict:
         """Return the batch with its tensors on a device. Tensors that are on it already are shared, and lists too."""
         return self._map(lambda value: value.to(device) if isinstance(value, torch.Tensor) else value)
 
     def _map(self, cut: Any) -> BatchDict:
         return BatchDict({key: cut(value) for key, value in self.items()})
-
-
-def inverse_order(order: Sequence[int]) -> list[int]:
-    """Return the order that undoes this one. ValueError if it is not a permutation."""
-    if sorted(order) != list(range(len(order))):
-        raise ValueError(f"order has {len(order)} entries and is not a permutation of 0 to {len(order) - 1}")
-    inverse = [0] * len(order)
-    for place, row in enumerate(order):
-        inverse[row] = place
-    return inverse
 
 
 def plan_token_budget(

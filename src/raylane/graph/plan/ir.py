@@ -177,11 +177,6 @@ class Plan:
         """Return the edges that a member reads."""
         return [edge for edge in self.edges if member in edge.readers]
 
-    def source_member(self, value: int) -> int:
-        """Return the member that computes a value."""
-        source = self.values[value].source
-        return DRIVER if source == INPUT else self.tasks[source].member
-
     def source_label(self, value: int) -> str:
         """Return the name of a value for people: `input[0]`, `Encoder.forward[1]`, `Head.loss (part 1 of 4)`."""
         # Selected values are named like the expression that selects them.
