@@ -1,4 +1,4 @@
-"""raylane: direct tensor transport, compiled graphs, worker groups and supervised fine-tuning for stock Ray.
+"""raylane: direct transport, compiled graphs, worker groups, weights in versions, and trainers for stock Ray.
 
 `__all__` lists all public names. Each name is loaded on first use, so that `import raylane` is fast and needs no
 optional package.
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from raylane import errors, graph, weights
+    from raylane import errors, graph, rl, weights
     from raylane.graph.api import compile
     from raylane.graph.nodes import InputNode, MultiOutputNode, bind
     from raylane.transport.api import get, get_async, method, put, stats, wait_tensor_freed
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 _HOME = {  # module of each public name
     "errors": "raylane.errors",
+    "rl": "raylane.rl",
     "weights": "raylane.weights",
     "CollectiveGroup": "raylane.transport.groups",
     "create_collective_group": "raylane.transport.groups",
@@ -111,6 +112,7 @@ __all__ = [
     "put",
     "register_transport",
     "register_with_ray",
+    "rl",
     "stats",
     "to_shared",
     "wait_free",

@@ -51,6 +51,7 @@ def test_public_names() -> None:
         "put",
         "register_transport",
         "register_with_ray",
+        "rl",
         "stats",
         "to_shared",
         "wait_free",

@@ -130,7 +130,7 @@ def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="raylane",
         **describe(
-            "direct tensor transport, compiled graphs, worker groups and supervised fine-tuning on Ray",
+            "direct transport, compiled graphs, worker groups, weights in versions, fine-tuning and GRPO on Ray",
             "raylane doctor",
             "raylane sft examples/sft_docstrings.yaml",
             "raylane sft --help",
