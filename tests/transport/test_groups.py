@@ -16,6 +16,7 @@ import torch
 import raylane
 from raylane import _ray
 from raylane.errors import SourceLostError, TransferTimeoutError, TransportUnavailableError
+from raylane.transport import groups
 from raylane.transport.link.endpoint import endpoint
 
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -110,6 +111,8 @@ def test_actors_are_in_several_groups_made_by_any_process() -> None:
         assert ray.get(a.names.remote()) == ["first", "second"]
         assert [group.name for group in raylane.get_collective_groups([b])] == ["first", "second"]
         assert [group.name for group in raylane.get_collective_groups([a], "gloo")] == ["first"]
+        # As the end of an earlier group of this name would arrive, from another process and late.
+        ray.get(b.__ray_call__.remote(groups._leave, "first"))
         refs = [a.make.remote(), b.make.remote()]
         assert ray.get([b.total.remote(refs[0]), c.total.remote(refs[1])]) == [TOTAL, TOTAL]
         assert read_by(b, "gloo") == read_by(c, "gloo") == 1

@@ -158,8 +158,10 @@ def _join(_: Any, name: str, record: GroupRecord) -> str | None:
 
 
 def _leave(_: Any, name: str) -> None:
-    """Leave a group. Runs in the actor."""
-    endpoint().groups().pop(name, None)
+    """Leave a group that was destroyed. Runs in the actor, perhaps after another one of this name was created."""
+    stored = _ray.kv_get(PREFIX + name)
+    if stored is None or _ray.current_actor_id() not in msgspec.msgpack.decode(stored, type=GroupRecord).actors:
+        endpoint().groups().pop(name, None)
 
 
 _CREATING, _JOINED = "creating/", "joined/"
