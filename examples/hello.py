@@ -18,5 +18,5 @@ class Consumer:  # an ordinary actor
 
 
 producer, consumer = Producer.remote(), Consumer.remote()
-ref = producer.activations.remote(1000)  # an ordinary ObjectRef; the tensor stays in the producer
-print(ray.get(consumer.total.remote(ref)))  # the consumer reads it from the producer's memory
+ref = producer.activations.remote(1000)  # an ordinary ObjectRef
+print(ray.get(consumer.total.remote(ref)))  # read from the producer
