@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from raylane.core.deadline import Deadline, default_timeout_s
+from raylane.core.deadline import Deadline
 
 
 def test_no_limit() -> None:
@@ -21,18 +21,6 @@ def test_zero_has_expired_and_never_goes_below() -> None:
 def test_bad_timeouts_are_named(bad: float) -> None:
     with pytest.raises(ValueError, match=str(bad)):
         Deadline(bad)
-
-
-@pytest.mark.parametrize(("text", "seconds"), [("", 60.0), ("2.5", 2.5), ("none", None), ("inf", None)])
-def test_environment(monkeypatch: pytest.MonkeyPatch, text: str, seconds: float | None) -> None:
-    monkeypatch.setenv("RAYLANE_TIMEOUT_S", text)
-    assert default_timeout_s() == seconds
-
-
-def test_bad_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAYLANE_TIMEOUT_S", "soon")
-    with pytest.raises(ValueError, match="soon"):
-        default_timeout_s()
 
 
 @pytest.mark.parametrize("long_s", [sys.maxsize, 1e10, 1e300, float("inf")])

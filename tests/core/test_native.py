@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from core.processes import start_code
-from raylane.core import native, portable, semaphore
+from raylane.core import native, portable, semaphore, settings
 from raylane.core.copying import ThreadChoice
 from raylane.core.portable import HEADER, LOGGED, PAGE_BYTES, TEXT, WAKE
 from raylane.core.semaphore import Segment, value
@@ -62,7 +62,7 @@ class Channel:
 
 
 def test_native_module_is_in_use_unless_refused() -> None:
-    refused = os.environ.get(native.PURE_VARIABLE, "0") not in ("", "0")
+    refused = settings.PURE.read()
     assert (len(KINDS) == 2 and not refused) is native.NATIVE
     assert all(getattr(native, name) is getattr(KINDS[-1] if native.NATIVE else portable, name) for name in NAMES)
 

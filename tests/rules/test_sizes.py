@@ -17,15 +17,15 @@ LONG_FILES: dict[str, str] = {}
 LONG_FUNCTIONS: dict[str, str] = {}
 PACKAGE = ROOT / "src" / "raylane"
 BUDGETS = {
-    "cli": 1051,
-    "core": 1906,
+    "cli": 1053,
+    "core": 2046,
     "graph": 7017,
     "modules": 552,
     "rl": 2893,
     "sft": 3950,
     "testing": 206,
     "training": 7569,
-    "transport": 7777,
+    "transport": 7744,
     "weights": 5008,
     "workers": 1528,
 }

@@ -12,7 +12,6 @@ import torch
 from tests.transport.servers import entry_of
 
 import raylane
-from raylane.core.environment import bytes_in
 from raylane.core.shared_pool import SharedPool
 from raylane.errors import BudgetExceededError, TensorMutatedError
 from raylane.transport.hold.budget import Budget
@@ -107,13 +106,6 @@ def test_copies_count_and_make_room_for_publications() -> None:
         assert store.shared.nbytes == 0
     assert budget.waits == 0
     store.clear()
-
-
-def test_budget_variable_is_a_number_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert bytes_in("RAYLANE_BUDGET_BYTES") is None
-    monkeypatch.setenv("RAYLANE_BUDGET_BYTES", "1GB")
-    with pytest.raises(ValueError, match="a number of bytes such as 1073741824, got '1GB'"):
-        bytes_in("RAYLANE_BUDGET_BYTES")
 
 
 class Maker:

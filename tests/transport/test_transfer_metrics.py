@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from raylane.transport.observe import metrics
-from raylane.transport.observe.metrics import GAUGES, MOST_DURATIONS, TransferMetrics, interval_s
+from raylane.transport.observe.metrics import GAUGES, MOST_DURATIONS, TransferMetrics
 
 AGENT = ("aiohttp", "opentelemetry.exporter.prometheus", "prometheus_client")
 """Packages of ray[default] that Ray's metrics agent needs."""
@@ -80,16 +80,6 @@ def test_thread_of_metrics_runs_while_memory_is_held(
     counters.touch()
     counters.close()
     assert not threads()
-
-
-def test_interval_variable_is_a_number_of_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert interval_s() is None
-    monkeypatch.setenv("RAYLANE_METRICS_S", "2.5")
-    assert interval_s() == 2.5
-    for text in ("0", "often", "inf"):
-        monkeypatch.setenv("RAYLANE_METRICS_S", text)
-        with pytest.raises(ValueError, match=f"a number of seconds > 0 such as 5, got '{text}'"):
-            interval_s()
 
 
 PROGRAM = """

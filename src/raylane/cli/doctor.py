@@ -18,8 +18,9 @@ from typing import Any
 import ray
 import torch
 
+from raylane.core import settings
 from raylane.core.deadline import Deadline
-from raylane.core.native import NATIVE, PURE_VARIABLE
+from raylane.core.native import NATIVE
 from raylane.core.variables import NICENESS_REMEDY
 from raylane.errors import RaylaneError
 from raylane.transport.api import put
@@ -162,8 +163,8 @@ def facts() -> dict[str, str]:
     yama = Path("/proc/sys/kernel/yama/ptrace_scope")
     guards = torch_layout() and array_layout_known()
     native = "in use"
-    if not NATIVE and os.environ.get(PURE_VARIABLE, "0") not in ("", "0"):
-        native = f"refused by {PURE_VARIABLE}: graphs run the Python twin, more slowly"
+    if not NATIVE and settings.PURE.read():
+        native = f"refused by {settings.PURE.name}: graphs run the Python twin, more slowly"
     elif not NATIVE:
         native = "not built: graphs run the Python twin, more slowly. Install a C compiler, then raylane again"
     return {
@@ -175,6 +176,7 @@ def facts() -> dict[str, str]:
         "memory guards": "readable" if guards else "not readable: host is refused, and auto uses tcp",
         "native module": native,
         "cuda devices": str(torch.cuda.device_count()),
+        "settings": settings.set_here() or "no RAYLANE_ variable is set",
     }
 
 

@@ -8,31 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 
-DEFAULT_TIMEOUT_S = 60.0
-"""Timeout in seconds of a wait without a timeout argument when `RAYLANE_TIMEOUT_S` is not set."""
-
-
-def default_timeout_s() -> float | None:
-    """Return the seconds in `RAYLANE_TIMEOUT_S`: 60 when unset, None for `none` or `inf`. ValueError for other text."""
-    # Read at every call, so that a test or a program can change the variable while it runs.
-    text = os.environ.get("RAYLANE_TIMEOUT_S", "").strip().lower()
-    if not text:
-        return DEFAULT_TIMEOUT_S
-    if text in ("none", "inf"):
-        return None
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not seconds >= 0:
-        raise ValueError(f"RAYLANE_TIMEOUT_S must be a number of seconds such as 60, or none, got {text!r}")
-    return seconds
-
+from raylane.core import settings
 
 LONGEST_S = 1e9
 """Longest timeout (about 30 years) that is not treated as "no limit".
@@ -132,7 +112,7 @@ class Deadline:
     @classmethod
     def of_call(cls, timeout_s: float | None) -> Deadline:
         """Begin the timeout of a public call; None means that of `RAYLANE_TIMEOUT_S` (60 s)."""
-        return cls(default_timeout_s() if timeout_s is None else timeout_s)
+        return cls(settings.TIMEOUT_S.read() if timeout_s is None else timeout_s)
 
     def left_s(self) -> float | None:
         """Return the seconds left (at least 0), or None for no limit, as `socket.settimeout` and `wait` accept them."""

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import os
+
+from raylane.core import settings
 
 # The twin in Python first: it stays where there is no native module, and type checkers read its annotations.
 from raylane.core.portable import (
@@ -23,7 +24,6 @@ from raylane.core.portable import (
 
 __all__ = [
     "NATIVE",
-    "PURE_VARIABLE",
     "Doorbell",
     "Recorder",
     "SlotReader",
@@ -34,14 +34,12 @@ __all__ = [
     "run_delay_ns",
 ]
 
-PURE_VARIABLE = "RAYLANE_PURE"
-
 NAMES = ("Doorbell", "Recorder", "SlotReader", "SlotWriter", "SmallPickler", "copy", "copy_many", "run_delay_ns")
 """Names that both implementations have."""
 NATIVE = False
 """True if the native module is in use."""
 
-if os.environ.get(PURE_VARIABLE, "0") in ("", "0"):
+if not settings.PURE.read():
     with contextlib.suppress(ImportError):  # there was no C compiler when raylane was installed
         _native = importlib.import_module("raylane.core._native")
         globals().update({name: getattr(_native, name) for name in NAMES})

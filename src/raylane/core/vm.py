@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 
+from raylane.core import settings
 from raylane.core.copying import MAX_THREADS, ThreadChoice
 from raylane.core.deadline import Deadline
 
@@ -60,11 +61,8 @@ def allow_readers() -> None:
     No effect without Yama, or with `RAYLANE_PTRACER=none` in the environment; readers then use other transports.
     ValueError for a value of RAYLANE_PTRACER other than any or none.
     """
-    tracer = os.environ.get("RAYLANE_PTRACER", "any").strip().lower()
-    if tracer == "none":
+    if settings.PTRACER.read() == "none":
         return
-    if tracer != "any":
-        raise ValueError(f"RAYLANE_PTRACER must be any or none, got {tracer!r}")
     # The result is ignored: without Yama in the kernel the call fails with EINVAL and is not needed.
     _libc.prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
 

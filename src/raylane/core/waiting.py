@@ -9,10 +9,10 @@ docs/design/graphs.md.
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable
 
+from raylane.core import settings
 from raylane.core.native import run_delay_ns
 
 US, MS, S = 1_000, 1_000_000, 1_000_000_000
@@ -122,7 +122,4 @@ class Patience:
 
 def patience() -> Patience:
     """Return the policy of a new doorbell. `RAYLANE_WAIT=block` disables yielding (for comparisons)."""
-    text = os.environ.get("RAYLANE_WAIT", "adaptive")
-    if text not in ("adaptive", "block"):
-        raise ValueError(f"RAYLANE_WAIT must be adaptive (the default) or block, got {text!r}")
-    return Patience(yields=text == "adaptive")
+    return Patience(yields=settings.WAIT.read() == "adaptive")

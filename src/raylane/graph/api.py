@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 from raylane import _ray
-from raylane.core.deadline import default_timeout_s
+from raylane.core import settings
 from raylane.errors import GraphPlanError
 from raylane.graph import nodes, ray_dag
 from raylane.graph.plan import planner, schedule
@@ -87,7 +87,7 @@ def compile(
         raise ValueError(f"backend must be 'ray' or 'inline', got {backend!r}")
     if fail_fast not in ("output", "leaves"):
         raise ValueError(f"fail_fast must be 'output' or 'leaves', got {fail_fast!r}")
-    timeout_s = default_timeout_s() if timeout_s is None else timeout_s
+    timeout_s = settings.TIMEOUT_S.read() if timeout_s is None else timeout_s
     output = ray_dag.convert(node)
     inline = backend == "inline"
     identify = _identify_object if inline else _identify_actor

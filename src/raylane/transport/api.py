@@ -13,7 +13,8 @@ import ray
 import torch
 
 from raylane import _ray
-from raylane.core.deadline import Cancellation, Deadline, default_timeout_s
+from raylane.core import settings
+from raylane.core.deadline import Cancellation, Deadline
 from raylane.errors import TransferTimeoutError
 from raylane.transport.backends.registry import check_name
 from raylane.transport.hold.device_memory import as_here
@@ -241,7 +242,7 @@ def _get(
     if deadline.timeout_s is None or deadline.timeout_s == 0:
         # Calls may take as long as they need, but a transfer from a hanging source must end. A timeout of 0 asks for a
         # value that is ready, as this one is.
-        deadline = Deadline(default_timeout_s(), deadline.cancellation)
+        deadline = Deadline(settings.TIMEOUT_S.read(), deadline.cancellation)
     fitted = fit(values, wishes)
     pending = [value for value in values if type(value) is Pending]
     try:

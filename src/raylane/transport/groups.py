@@ -17,7 +17,8 @@ import msgspec
 import ray
 
 from raylane import _ray
-from raylane.core.deadline import Deadline, default_timeout_s
+from raylane.core import settings
+from raylane.core.deadline import Deadline
 from raylane.errors import SourceLostError, TransferTimeoutError, TransportUnavailableError
 from raylane.transport.backends.registry import backends, find
 from raylane.transport.link.endpoint import endpoint
@@ -190,7 +191,7 @@ def _join_others(joined: set[str]) -> None:
 
 def _tell(actors: Sequence[Any], function: Any, *args: Any) -> None:
     """Run a function in all actors at the same time, and wait; raises the errors of `create_collective_group`."""
-    deadline = Deadline(default_timeout_s())
+    deadline = Deadline(settings.TIMEOUT_S.read())
     this_actor = _ray.current_actor_id()
     # An actor that creates a group of its own would wait for itself.
     others = [actor for actor in actors if _ray.actor_id_of(actor) != this_actor]

@@ -14,9 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from raylane import _ray
-from raylane.core import vm
+from raylane.core import settings, vm
 from raylane.core.deadline import Deadline
-from raylane.core.environment import bytes_in
 from raylane.core.place import start_ticks
 from raylane.core.semaphore import Segment
 from raylane.errors import WeightsError, WeightsLostError
@@ -182,7 +181,7 @@ class Keeper:
 
     def _check_budget(self, name: str, kind: PartKind) -> None:
         """Raise WeightsError if a further slot would exceed RAYLANE_BUDGET_BYTES."""
-        budget = bytes_in("RAYLANE_BUDGET_BYTES")
+        budget = settings.BUDGET_BYTES.read()
         held = sum(other.nbytes * len(slots) for (_, other), slots in self._slots.items())
         if budget is not None and held + kind.nbytes > budget:
             raise WeightsError(

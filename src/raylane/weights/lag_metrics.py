@@ -9,7 +9,7 @@ from typing import Any
 
 from ray.util import metrics
 
-from raylane.transport.observe.metrics import interval_s
+from raylane.core import settings
 from raylane.weights.readers import ReaderInfo
 
 TAGS = ("weights", "reader", "node")
@@ -39,7 +39,7 @@ class LagGauge:
 
 async def report_lags(infos: Callable[[], Iterable[ReaderInfo]]) -> None:
     """Pass lags to Ray every `RAYLANE_METRICS_S` seconds, without an end; return at once if that is not set."""
-    pause_s = interval_s()
+    pause_s = settings.METRICS_S.read()
     lags = LagGauge()
     while pause_s is not None:
         await asyncio.sleep(pause_s)

@@ -7,12 +7,12 @@ talks to the actors.
 
 from __future__ import annotations
 
-import os
 import uuid
 from collections.abc import Hashable, Mapping
 from typing import Any
 
 from raylane import _ray
+from raylane.core import settings
 from raylane.core.deadline import Deadline
 from raylane.core.place import Place, here
 from raylane.core.semaphore import Segment
@@ -30,7 +30,7 @@ from raylane.graph.plan.ir import DRIVER
 from raylane.graph.plan.routing import Route
 from raylane.graph.values import message as messages
 from raylane.graph.values import references
-from raylane.graph.worker.program import HOST_VARIABLE, Program, share_of
+from raylane.graph.worker.program import Program, share_of
 from raylane.transport.link import endpoint as endpoints
 from raylane.transport.value.source import Source
 
@@ -54,7 +54,7 @@ class ChannelSetup:
             for name, who in zip(self._plan.members, [str(here()), *(info.name for info in infos)], strict=True)
         )
         # Compare hosts by kernel, pid namespace and user, not by name: two containers of one machine differ.
-        self._hosts = [host_of(here(), os.environ.get(HOST_VARIABLE, ""))]
+        self._hosts = [host_of(here(), settings.HOST.read())]
         self._hosts += [host_of(info.place, info.host) for info in infos]
         self._doorbells = [connections.doorbell.segment.path, *(info.doorbell for info in infos)]
         connections.routes = routing.routes(self._plan, self._hosts)

@@ -9,10 +9,10 @@ abandon_network    -->  only if the compilation failed: undo prepare_network
 from __future__ import annotations
 
 import contextlib
-import os
 from typing import Any
 
 from raylane import _ray
+from raylane.core import settings
 from raylane.core.place import here
 from raylane.errors import GraphPlanError
 from raylane.graph.channels.layout import GraphLayout
@@ -21,7 +21,7 @@ from raylane.graph.channels.ring import RingSpec
 from raylane.graph.values import references
 from raylane.graph.worker import exclusive, thread_state
 from raylane.graph.worker.loop import graph_loop
-from raylane.graph.worker.program import HOST_VARIABLE, ActorInfo, Program
+from raylane.graph.worker.program import ActorInfo, Program
 from raylane.graph.worker.session import Session
 from raylane.transport.link import endpoint as endpoints
 from raylane.transport.value.source import Source
@@ -33,7 +33,7 @@ def describe_actor(instance: Any) -> ActorInfo:
         place=here(),
         name=_ray.describe_self(),
         doorbell=graph_loop().doorbell.segment.path,
-        host=os.environ.get(HOST_VARIABLE, ""),
+        host=settings.HOST.read(),
     )
 
 

@@ -11,12 +11,6 @@ from raylane.core.place import Place
 from raylane.graph.channels.layout import GraphLayout
 from raylane.graph.plan.ir import Plan
 
-HOST_VARIABLE = "RAYLANE_HOST"
-"""Environment variable whose values separate hosts.
-
-Processes with different values are treated as if on different hosts: for containers that share a kernel but not /proc,
-and for tests.
-"""
 TROUBLE, EXITED = "trouble", "exited"
 """Names of reports that answer no order: a defect has ended the graph in the actor; a method has exited the actor."""
 

@@ -29,7 +29,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from raylane.core.deadline import Deadline, default_timeout_s
+from raylane.core import settings
+from raylane.core.deadline import Deadline
 from raylane.errors import (
     ProtocolError,
     RaylaneError,
@@ -234,7 +235,7 @@ class ChannelServer:
 
     def take(self, sock: socket.socket, member: int, level: int) -> None:
         """Serve an authenticated connection on a thread of its own."""
-        connection = Connection(sock, Deadline(default_timeout_s()), peer="a reader")
+        connection = Connection(sock, Deadline(settings.TIMEOUT_S.read()), peer="a reader")
         with self._lock:
             if not self._closed:
                 self._open.add(connection)
@@ -274,7 +275,7 @@ class ChannelServer:
             while True:
                 connection.deadline = Deadline(None)  # until the reader wants the next value, or closes
                 message = connection.receive()
-                connection.deadline = Deadline(default_timeout_s())
+                connection.deadline = Deadline(settings.TIMEOUT_S.read())
                 if not isinstance(message, wire.Send):
                     raise ProtocolError(f"expected Send, got {type(message).__name__}")
                 self._send(connection, channel, message.key, on_device=backend.capability.on_device)

@@ -26,7 +26,7 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
-from raylane.core import place, vm
+from raylane.core import place, settings, vm
 from raylane.core.collector import paused
 from raylane.core.copying import copy_many
 from raylane.core.deadline import Deadline
@@ -43,7 +43,7 @@ from raylane.transport.backends.base import (
     ProcessPart,
     UnavailableNowError,
 )
-from raylane.transport.hold.blocks import allocate, share_from_bytes, take_blocks
+from raylane.transport.hold.blocks import allocate, take_blocks
 from raylane.transport.link import wire
 from raylane.transport.value.guards import digest
 from raylane.transport.value.parts import Part
@@ -188,7 +188,7 @@ def _shared_copy(ticket: Ticket, process: Process) -> tuple[list[Any] | None, bo
     None for the first reader, and if there is no such copy; the reader then makes its own. The second result is True
     if this read has been counted.
     """
-    least, source = share_from_bytes(), ticket.origin()
+    least, source = settings.SHARE_FROM_BYTES.read(), ticket.origin()
     if least is None or ticket.nbytes < least or (SHARED, source.place) in process.blocked:
         return None, False
     if not ticket.may_be_shared:

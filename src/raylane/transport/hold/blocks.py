@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,9 +12,6 @@ from raylane.core.segment import BufferPool, bytes_at, small_blocks
 from raylane.errors import TransportError
 from raylane.transport.value.parts import Part
 from raylane.transport.value.ticket import Ticket, receive_error
-
-SHARE_FROM_BYTES = 4 << 20
-"""Size from which the second and all further readers of a host share one copy; smaller values are copied as fast."""
 
 
 def allocate(ticket: Ticket, pool: BufferPool, *, on_device: bool = False) -> list[Any]:
@@ -78,15 +74,3 @@ def copy_to_pool(ticket: Ticket, pool: BufferPool, sources: Sequence[Any]) -> li
     for target, source in zip(blocks, sources, strict=True):
         memoryview(target).cast("B")[:] = memoryview(source).cast("B")
     return blocks
-
-
-def share_from_bytes() -> int | None:
-    """Return the size from which readers of one host share a copy: `RAYLANE_SHARE_FROM_BYTES`, None for never."""
-    text = os.environ.get("RAYLANE_SHARE_FROM_BYTES", "").strip().lower()
-    if not text:
-        return SHARE_FROM_BYTES
-    if text == "none":
-        return None
-    if not text.isdigit():
-        raise ValueError(f"RAYLANE_SHARE_FROM_BYTES must be a number of bytes or none, got {text!r}")
-    return int(text)

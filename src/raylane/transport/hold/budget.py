@@ -11,7 +11,8 @@ import contextlib
 import time
 from collections.abc import Iterator
 
-from raylane.core.deadline import Deadline, default_timeout_s
+from raylane.core import settings
+from raylane.core.deadline import Deadline
 from raylane.errors import BudgetExceededError
 from raylane.transport.hold.store import Entry, Store
 
@@ -84,7 +85,7 @@ class Budget:
 
     def _wait(self, nbytes: int, origin: str) -> None:
         """Wait until a value fits. Call with the lock held."""
-        deadline, began = Deadline(default_timeout_s()), time.monotonic()
+        deadline, began = Deadline(settings.TIMEOUT_S.read()), time.monotonic()
         # Ray pickles here, holding none of its locks: other threads of this process go on, and so does the callback
         # thread on which frees arrive. An async actor pickles all results on one thread beside its event loop, so the
         # loop goes on, but its other results wait behind this one.

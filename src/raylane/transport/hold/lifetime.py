@@ -26,7 +26,8 @@ from typing import Any
 import ray
 
 from raylane import _ray
-from raylane.core.deadline import Deadline, default_timeout_s
+from raylane.core import settings
+from raylane.core.deadline import Deadline
 from raylane.errors import TransferTimeoutError
 
 log = logging.getLogger("raylane.transport")
@@ -75,7 +76,7 @@ class AnchorPool:
         """
         # An anchor is never made on the calling thread: Ray is serialising there, and a nested call to Ray would lose
         # the contained refs that Ray is collecting.
-        timeout_s = default_timeout_s()
+        timeout_s = settings.TIMEOUT_S.read()
         with self._changed:
             if self._thread is None:
                 self._thread = _started(self._fill, "raylane-anchors")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import collections
-import math
 import os
 import secrets
 import threading
@@ -17,10 +16,9 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from raylane import _ray
-from raylane.core import handover, mappings, place, vm
+from raylane.core import handover, mappings, place, settings, vm
 from raylane.core.daemon_pool import MAX_FETCHES, FetchPool
 from raylane.core.deadline import Deadline
-from raylane.core.environment import bytes_in
 from raylane.core.segment import BufferPool
 from raylane.core.shared_pool import SharedPool
 from raylane.errors import ProtocolError, SourceLostError, TransportError, TransportUnavailableError
@@ -45,22 +43,10 @@ _T = TypeVar("_T")
 
 def pool_limit_bytes() -> int:
     """Return the limit of idle receive memory: `RAYLANE_POOL_BYTES`, else 1/16 of the host's memory, at most 2 GiB."""
-    limit = bytes_in("RAYLANE_POOL_BYTES")
+    limit = settings.POOL_BYTES.read()
     if limit is not None:
         return limit
     return min(MAX_IDLE_POOL_BYTES, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 16)
-
-
-def pool_idle_s() -> float:
-    """Return the seconds after which idle memory and connections are given up: `RAYLANE_POOL_IDLE_S`, else 60."""
-    text = os.environ.get("RAYLANE_POOL_IDLE_S", "").strip() or "60"
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not seconds > 0:
-        raise ValueError(f"RAYLANE_POOL_IDLE_S must be a number of seconds > 0 such as 60, or inf, got {text!r}")
-    return seconds
 
 
 class _OnFirstUse(Generic[_T]):
@@ -90,10 +76,10 @@ class Endpoint:
         self.session = weakref.ref(session)
         """The Ray session, from `_ray.session`."""
         self.place = place.here()
-        self._idle_s = pool_idle_s()
+        self._idle_s = settings.POOL_IDLE_S.read()
         """Seconds after which unused memory and unused connections are given up."""
         self.store = Store(SharedPool(pool_limit_bytes() // SHARED_PART, self._idle_s))
-        self.budget = Budget(self.store, bytes_in("RAYLANE_BUDGET_BYTES"))
+        self.budget = Budget(self.store, settings.BUDGET_BYTES.read())
         """Limit of the bytes in the store."""
         self.recorder = TransferRecorder(self.place, self.stats)
         """Record of publications and reads, for traces and metrics."""

@@ -18,13 +18,12 @@ import ssl
 from collections.abc import Iterable
 from typing import Any
 
-from raylane.core import vm
+from raylane.core import settings, vm
 from raylane.errors import TransportError
 
 _STAGE_BYTES = 1 << 18
 """Size of the copy from which one call of `sendmsg` encrypts."""
 _CERT, _KEY, _CA = "RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT"
-ALLOW_CLEARTEXT = "RAYLANE_ALLOW_CLEARTEXT"
 
 
 def enabled() -> bool:
@@ -34,11 +33,11 @@ def enabled() -> bool:
 
 def cleartext_refusal(transport: str) -> str | None:
     """Return why a transport that nobody encrypts is not used, or None if it may be."""
-    if not enabled() or os.environ.get(ALLOW_CLEARTEXT, "0").lower() in ("1", "true"):
+    if not enabled() or settings.ALLOW_CLEARTEXT.read():
         return None
     return (
         f"RAY_USE_TLS is set, and {transport} cannot encrypt what it sends; use 'tcp' or 'auto', or set "
-        f"{ALLOW_CLEARTEXT}=1 on a network where nobody else listens"
+        f"{settings.ALLOW_CLEARTEXT.name}=1 on a network where nobody else listens"
     )
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import math
-import os
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -30,20 +28,6 @@ GAUGES = {
     "pool_idle_bytes": ("raylane_pool_idle_bytes", "Idle receive memory"),
     "pool_used_bytes": ("raylane_pool_used_bytes", "Receive memory in use"),
 }
-
-
-def interval_s() -> float | None:
-    """Return the seconds in `RAYLANE_METRICS_S`, or None if it is not set. ValueError for other text."""
-    text = os.environ.get("RAYLANE_METRICS_S")
-    if not text:
-        return None
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < threading.TIMEOUT_MAX:
-        raise ValueError(f"RAYLANE_METRICS_S must be a number of seconds > 0 such as 5, got {text!r}")
-    return seconds
 
 
 @functools.cache

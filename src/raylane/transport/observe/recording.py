@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from raylane import _ray
+from raylane.core import settings
 from raylane.core.place import Place
 from raylane.errors import TransportError
-from raylane.transport.observe.metrics import TransferMetrics, interval_s
+from raylane.transport.observe.metrics import TransferMetrics
 from raylane.transport.observe.tracing import trace_of_environment
 
 # Graphs load this module, and must not load torch for it, which `ticket` does.
@@ -26,7 +27,7 @@ class TransferRecorder:
         """Counters of `raylane.stats`, by name."""
         self.trace = trace_of_environment(place, _ray.describe_self())
         """Trace of transfers, or None if none is written."""
-        seconds = interval_s()
+        seconds = settings.METRICS_S.read()
         self._metrics = None if seconds is None else TransferMetrics(seconds, stats)
 
     def published(self, origin: str, nbytes: int, began_ns: int) -> None:

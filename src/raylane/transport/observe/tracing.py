@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from raylane.core import settings
 from raylane.core.place import Place
 
 log = logging.getLogger("raylane.transport")
@@ -83,5 +84,5 @@ class TransferTrace:
 
 def trace_of_environment(place: Place, label: str) -> TransferTrace | None:
     """Return a trace in the folder that `RAYLANE_TRACE` names, or None without one. OSError if it is not writable."""
-    folder = os.environ.get("RAYLANE_TRACE")
+    folder = settings.TRACE.read()
     return TransferTrace(folder, place, label) if folder else None

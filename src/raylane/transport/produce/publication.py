@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from raylane import _ray
-from raylane.core import handover, vm
+from raylane.core import handover, settings, vm
 from raylane.core.collector import paused
 from raylane.core.segment import bytes_at, write_segment
 from raylane.errors import TransportError
@@ -38,7 +38,7 @@ from raylane.transport.read.reader import materialize
 from raylane.transport.value import codec
 from raylane.transport.value.guards import digest, footprint, guard_ranges, write_counters
 from raylane.transport.value.layout import Layout
-from raylane.transport.value.ticket import VERSION, Ticket, checksum, checksums_wanted, encode_ticket
+from raylane.transport.value.ticket import VERSION, Ticket, checksum, encode_ticket
 
 INLINE_BYTES = 96 << 10
 """Largest size of all tensors together that travels inside the ticket."""
@@ -159,7 +159,7 @@ def stays_on_device(leaves: Sequence[Any], options: PublishOptions) -> bool:
 
     False if their bytes are needed at publication: for a snapshot, a checksum, or to travel in the ticket.
     """
-    if options.snapshot or options.on_mutation == "error" or checksums_wanted():
+    if options.snapshot or options.on_mutation == "error" or settings.CHECKSUM.read():
         return False
     on_device = any(isinstance(leaf, torch.Tensor) and leaf.is_cuda for leaf in leaves)
     return on_device and (options.tensor_transport != AUTO or sum(leaf.nbytes for leaf in leaves) > INLINE_BYTES)
@@ -199,7 +199,7 @@ def store_leaves(process: Endpoint, leaves: list[Any], layout: Layout, publicati
     guards: bytes | None = b""
     if options.snapshot and layout.blocks:
         _write_snapshot(entry)
-        if checksums_wanted():
+        if settings.CHECKSUM.read():
             entry.checksum = checksum(view for view, _ in entry.views())
         layout.held.clear()  # readers use the copy only, so the producer's memory need not be kept
     else:
@@ -219,7 +219,7 @@ def store_leaves(process: Endpoint, leaves: list[Any], layout: Layout, publicati
         guards = None if ranges is None else vm.pack_ranges(ranges)
         counters = vm.pack_ranges(write_counters(tensor for tensor, _ in entry.versions))
         content = (bytes_at(block.start, block.nbytes) for block in layout.blocks)
-        entry.checksum = checksum(content) if options.on_mutation == "error" or checksums_wanted() else None
+        entry.checksum = checksum(content) if options.on_mutation == "error" or settings.CHECKSUM.read() else None
     # Publish only after all of the above succeeded, and add the key at once: `free_after` frees the listed keys.
     process.store.publish(entry)
     publication.keys.append(entry.key)

@@ -18,7 +18,8 @@ from ray.experimental import (
 )
 
 from raylane import _ray
-from raylane.core.deadline import Deadline, default_timeout_s
+from raylane.core import settings
+from raylane.core.deadline import Deadline
 from raylane.transport.backends.registry import check_name
 from raylane.transport.link.endpoint import endpoint
 from raylane.transport.produce.options import PublishOptions
@@ -107,7 +108,7 @@ class RaylaneTransport(TensorTransportManager):  # type: ignore[misc]  # untyped
         pending = Pending(decode_ticket(tensor_transport_metadata.ticket), tensor_transport_metadata.skeleton)
         # Straight from the wire into the target buffers, where their layout allows it.
         (wish,) = fit([pending], [Delivery(into=target_buffers) if target_buffers else PLAIN])
-        tensors: list[Any] = pending.redeem(None, Deadline(default_timeout_s()), may_call_ray=False, wish=wish)
+        tensors: list[Any] = pending.redeem(None, Deadline(settings.TIMEOUT_S.read()), may_call_ray=False, wish=wish)
         return tensors
 
     def send_multiple_tensors(

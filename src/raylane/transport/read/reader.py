@@ -18,7 +18,8 @@ from types import FrameType
 from typing import Any
 
 from raylane import _ray
-from raylane.core.deadline import Cancellation, Deadline, default_timeout_s
+from raylane.core import settings
+from raylane.core.deadline import Cancellation, Deadline
 from raylane.errors import ProtocolError, TransferTimeoutError, TransportError
 from raylane.transport.hold.blocks import copy_to_pool
 from raylane.transport.hold.device_memory import as_here
@@ -132,10 +133,10 @@ def materialize(payload: bytes, skeleton: bytes, anchor: object = None, carried:
     if not gets and unpickles_for_wrapper():
         # Fetch on another thread: all arguments of the call are then fetched at the same time, and the wrapper waits.
         pending = Pending(ticket, skeleton)
-        pending.start(None, Deadline(default_timeout_s(), Cancellation()), may_call_ray=False)
+        pending.start(None, Deadline(settings.TIMEOUT_S.read(), Cancellation()), may_call_ray=False)
         return pending
     try:
-        return redeem(ticket, skeleton, None, Deadline(default_timeout_s()), may_call_ray=False)
+        return redeem(ticket, skeleton, None, Deadline(settings.TIMEOUT_S.read()), may_call_ray=False)
     except TransportError as error:
         return error  # Ray raises the returned object itself; a raise here would become an untyped RaySystemError
 

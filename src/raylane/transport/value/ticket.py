@@ -5,7 +5,6 @@ Pure data with its encoding. `publish` writes tickets, `reader` redeems them (re
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections.abc import Iterable
 from typing import Any
@@ -98,15 +97,6 @@ _BYTES_PER_OBJECT = 50
 # array_like structs have no field names on the wire, so a ticket stays small. A change of fields needs a new VERSION.
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Ticket)
-
-
-def checksums_wanted() -> bool:
-    """Return True if `RAYLANE_CHECKSUM` is 1. ValueError for other text than 0 and 1."""
-    # Read at every publication (0.6 us), as RAYLANE_TIMEOUT_S is, so that a program can set it while it runs.
-    text = os.environ.get("RAYLANE_CHECKSUM", "") or "0"
-    if text not in ("0", "1"):
-        raise ValueError(f"RAYLANE_CHECKSUM must be 0 or 1, got {text!r}")
-    return text == "1"
 
 
 def checksum(blocks: Iterable[Any]) -> int:

@@ -26,6 +26,7 @@ from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
+from raylane.core import settings
 from raylane.core.deadline import Deadline
 from raylane.core.peer import uid_of
 from raylane.core.place import Place
@@ -33,7 +34,6 @@ from raylane.core.segment import segment_offsets
 from raylane.core.shared_pool import map_received
 from raylane.transport.backends.base import FetchResult, Process, ProcessPart
 from raylane.transport.backends.tcp.patience import RelayWait
-from raylane.transport.hold.blocks import share_from_bytes
 from raylane.transport.link.connection import Link
 from raylane.transport.value.ticket import Ticket
 
@@ -61,7 +61,7 @@ def relays(ticket: Ticket, process: Process) -> bool:
     there, reader = ticket.origin().place, process.place
     if there.same_host(reader) and there.net_namespace == reader.net_namespace:  # loopback: a second transfer is cheap
         return False
-    least = share_from_bytes()
+    least = settings.SHARE_FROM_BYTES.read()
     return least is not None and ticket.nbytes >= least and ticket.may_be_shared
 
 
