@@ -359,7 +359,7 @@ class LoadRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def record(
     load: Callable[[LoadRecorder], Any], published: StoredLayout, targets: Mapping[str, torch.Tensor], *, subset: bool
 ) -> Record:
-    """BoxRun a loader on recorded tensors, and return what it does to the reader's tensors.
+    """Run a loader on recorded tensors, and return what it does to the reader's tensors.
 
     `load` takes the recorder, whose `tensors` are those of the published names. It copies them into the reader's
     tensors, or returns a module that has them as its parameters, under the names of the reader.
