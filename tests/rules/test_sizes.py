@@ -19,14 +19,14 @@ PACKAGE = ROOT / "src" / "raylane"
 BUDGETS = {
     "cli": 1053,
     "core": 2046,
-    "graph": 7017,
+    "graph": 7016,
     "modules": 552,
     "rl": 2893,
     "sft": 3950,
     "testing": 206,
     "training": 7569,
     "transport": 7744,
-    "weights": 5008,
+    "weights": 5103,
     "workers": 1528,
 }
 """Lines of code of each package, and of the modules beside them, without docstrings, comments and blank lines.

@@ -15,7 +15,7 @@ from raylane.errors import WeightsError, WeightsLostError, WeightsTimeoutError
 from raylane.weights.keeper import Incarnation, Keeper, PartKind, Turn
 from raylane.weights.slots import OpenSlot, StaleSlot, make_slot
 
-PART = PartKind("a", 2, 100_000)
+PART = PartKind("a", 2, 100_000, "")
 
 
 def write(path: str, number: int, byte: int) -> None:

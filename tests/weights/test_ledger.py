@@ -300,6 +300,20 @@ def test_trainer_starts_again_with_one_changed_rank(order: tuple[int, int], old_
         ledger.begin(first, 0, 3)
 
 
+def test_slots_are_those_of_ranks_that_write_the_same_bytes() -> None:
+    def digest(*boxes: Box) -> str:
+        ledger = Ledger("policy")
+        for rank, box in enumerate(boxes):
+            held = {"w": TensorLayout((4, 4), "float32", 4, (HeldBox(box, (0, 0)),))}
+            ledger.register(registration(rank, len(boxes))._replace(layout=held), [], 1)
+        return generation(ledger).boxes_digest("a")
+
+    rows = Box((0, 0), (2, 4)), Box((2, 0), (2, 4))
+    columns = Box((0, 0), (4, 2)), Box((0, 2), (4, 2))
+    assert digest(*rows) == digest(*rows)
+    assert len({digest(*rows), digest(*columns), digest(*reversed(rows))}) == 3
+
+
 def test_rank_back_on_another_host_keeps_the_survivors() -> None:
     ledger = Ledger("policy")
     start = register(ledger, 2)

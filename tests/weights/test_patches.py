@@ -28,7 +28,7 @@ from raylane.weights.slots import OpenSlot
 from raylane.weights.spread import LEAST_BYTES
 
 CHUNKS = 3
-PART = PartKind("a", 1, CHUNKS * LEAST_BYTES - 4096)
+PART = PartKind("a", 1, CHUNKS * LEAST_BYTES - 4096, "")
 TURN = Turn(Incarnation(1, ""), 1)
 RUNS = (Run(PART.nbytes, 2),)
 ALWAYS = DeltaOptions("always")

@@ -76,6 +76,23 @@ def test_host_gives_up_after_several_failures_and_may_try_again() -> None:
     assert (spread.reason("a"), len(spread.assign())) == (None, 1)
 
 
+def test_host_that_does_not_answer_holds_nobody_up() -> None:
+    spread = Spread("source", LEAST_BYTES)
+    for host in ("a", "b"):
+        spread.want(host, [0])
+    (transfer,) = spread.assign()
+    spread.holders["a"] = {0}
+    spread.end(transfer, "a did not answer")
+    spread.give_up("a", "a did not answer")
+    assert spread.reason("a") == "a did not answer"
+    assert spread.assign() == [Transfer(0, 1, "source", "b")]
+    spread.end(Transfer(0, 1, "source", "b"))
+    assert spread.is_finished()
+    spread.want("a", [0])  # it asks again
+    assert not spread.is_finished()
+    assert [each.holder for each in spread.assign()] == ["b"]
+
+
 def test_adjacent_chunks_go_together_where_there_are_many_parts() -> None:
     spread = Spread("source", 20 * LEAST_BYTES, parts=16)
     spread.want("a", [*range(10), *range(12, 20)])

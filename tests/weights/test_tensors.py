@@ -7,6 +7,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+import peft
 import pytest
 import torch
 import torch.distributed as dist
@@ -72,7 +73,11 @@ def sharded_layout(sizes: tuple[int, int, int], replicas: int, shards: int, tens
     if tensor > 1:
         plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
         parallelize_module(module, mesh["tp"], plan, src_data_rank=None)
+    if tensor > 1 and shards == 1:
+        NamedTensors(module).check_exchangeable()  # before FSDP2: nobody else has the memory
     fully_shard(module, mesh=mesh["replicate", "shard"] if replicas > 1 else mesh["shard"])
+    with pytest.raises(WeightsLayoutError, match="a DTensor whose storage its module uses in another way too"):
+        NamedTensors(module).check_exchangeable()
     tensors = NamedTensors(module).distinct()
     assert all(isinstance(value, DTensor) for value in tensors.values())
     layout = layout_of(tensors, None, None)
@@ -205,6 +210,26 @@ def test_models_that_change_are_followed_or_refused() -> None:
     del model[0].bias
     with pytest.raises(WeightsLayoutError, match=r"added '2.bias', '2.weight'; removed '0.bias'\. Make a new"):
         tensors.refresh()
+
+
+def test_dtypes_may_change_between_plain_floats_only() -> None:
+    target = {"w": torch.ones(4)}
+    tensors = NamedTensors(target)
+    target["w"] = torch.ones(4, dtype=torch.bfloat16)
+    tensors.check(meta=True)
+    for dtype in (torch.int8, torch.bool, torch.float8_e4m3fn):
+        target["w"] = torch.ones(4).to(dtype)
+        with pytest.raises(WeightsLayoutError, match=f"'w' has the dtype {dtype} now, and had torch.float32"):
+            tensors.check(meta=True)
+
+
+def test_merged_adapters_are_refused() -> None:
+    model = peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["0"]), Sequential(Linear(4, 4)))
+    tensors = NamedTensors(model)
+    tensors.check_unmerged()
+    model[0].merge()
+    with pytest.raises(WeightsLayoutError, match=r"'0' has merged its adapters .* unmerge_adapter\(\)"):
+        tensors.check_unmerged()
 
 
 def _functional() -> torch.Tensor:

@@ -10,7 +10,8 @@ import contextlib
 import hashlib
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -21,7 +22,7 @@ from raylane import _ray
 from raylane.core.deadline import Deadline
 from raylane.errors import WeightsError, WeightsLostError, WeightsTimeoutError
 from raylane.weights.answers import GenerationKey, VersionInfo, VersionOffer, WriteOrder
-from raylane.weights.copies import PAUSE_S, Copies
+from raylane.weights.copies import PAUSE_S, Copies, answered
 from raylane.weights.keeper import Incarnation, Keeper, PartKind, Turn, when_job_ends
 from raylane.weights.lag_metrics import report_lags
 from raylane.weights.leases import ANSWER_S, CatalogueEnded, Leases, host_lives
@@ -47,8 +48,8 @@ class _NamedWeights:
     ledger: Ledger
     copies: Copies
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
-    making: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while slots are made."""
+    making: defaultdict[str, asyncio.Lock] = field(default_factory=lambda: defaultdict(asyncio.Lock))
+    """Locks by host, held while slots are made there."""
     used_parts: dict[str, list[PartKind]] = field(default_factory=dict)
     """Parts in use that the keeper of each host was told last."""
     readers: NamedReaders = field(default_factory=NamedReaders)
@@ -58,7 +59,8 @@ class _NamedWeights:
 
 
 def _kind(generation: Generation, part: str) -> PartKind:
-    return PartKind(part, len(generation.ranks_of(part)), generation.part_bytes(part))
+    ranks = generation.ranks_of(part)
+    return PartKind(part, len(ranks), generation.part_bytes(part), generation.boxes_digest(part))
 
 
 def actor_names(begin: str) -> list[str]:
@@ -492,19 +494,23 @@ class Catalogue:
 
     async def _slots(self, entry: _NamedWeights, generation: Generation, host: str, part: str) -> list[str]:
         """Return the paths of a host's slots for a part, which the first call makes."""
-        async with entry.making:
+        async with entry.making[host]:
             if (host, part) in generation.slots:
                 return generation.slots[host, part]
             self._check_dropped(entry)  # else the slots would have no name that could be dropped
             keeper = self._keeper(host)
             name, kind = entry.ledger.name, _kind(generation, part)
+
+            def make() -> Awaitable[Any]:
+                return answered(keeper, host, keeper.make.remote(self._turn(), name, kind, generation.keep))
+
             generation.being_made.add((host, part))
             try:
                 try:
-                    paths, number = await keeper.make.remote(self._turn(), name, kind, generation.keep)
+                    paths, number = await make()
                 except ray.exceptions.ActorUnavailableError:  # of a living actor on a busy machine
                     await asyncio.sleep(PAUSE_S)
-                    paths, number = await keeper.make.remote(self._turn(), name, kind, generation.keep)
+                    paths, number = await make()
             except ray.exceptions.RayActorError as error:
                 await self._keeper_died(host, keeper)
                 raise WeightsLostError(f"the keeper of node {host} died. Try again") from error

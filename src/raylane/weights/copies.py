@@ -9,13 +9,32 @@ from typing import Any
 
 import ray
 
-from raylane.weights.keeper import Fetch, Turn
+from raylane.errors import WeightsTimeoutError
+from raylane.weights.keeper import SILENCE_S, Fetch, Turn
 from raylane.weights.ledger import Version
 from raylane.weights.patches import SlotVersion
 from raylane.weights.spread import Spread, Transfer
 
+ASK_S = 5.0
+"""Seconds after which a keeper that still works on a call is asked for another answer, and again."""
 PAUSE_S = 0.5
 """Seconds between two attempts: on a busy machine Ray calls a living actor unavailable for a moment."""
+
+
+async def answered(keeper: Any, host: str, call: Awaitable[Any]) -> Any:
+    """Await a call of a keeper for as long as the keeper answers others. WeightsTimeoutError if it does not."""
+    task = asyncio.ensure_future(call)
+    try:
+        while not (await asyncio.wait({task}, timeout=ASK_S))[0]:
+            await asyncio.wait_for(keeper.readers.remote(), SILENCE_S)
+    except TimeoutError:
+        raise WeightsTimeoutError(
+            f"the keeper of node {host} has not answered for {SILENCE_S:.0f} s: its process is stopped, or the node is "
+            "cut off or overloaded. Look at the node"
+        ) from None
+    finally:
+        task.cancel()  # does nothing to one that has ended
+    return task.result()
 
 
 class Copies:
@@ -55,7 +74,9 @@ class Copies:
                     return False
                 if host not in spread.holders:
                     path = _path(version, part, host)
-                    await self._keeper(host).begin_copy.remote(self._turn(), path, version.number, timeout_s)
+                    keeper = self._keeper(host)
+                    call = keeper.begin_copy.remote(self._turn(), path, version.number, timeout_s)
+                    await answered(keeper, host, call)
                     spread.holders[host] = set()
                     spread.held.add(host)
             spread.want(host, chunks, _chunks_of_base(version, part, host))
@@ -80,11 +101,16 @@ class Copies:
     async def _hold(self, version: Version, part: str, holder: str) -> bool:
         """Let a keeper keep its copy from being overwritten. Return False if it has none any more."""
         path = _path(version, part, holder)
+        if path is None:
+            return False
+        keeper = self._keeper(holder)
         try:
-            if path is None:
-                return False
-            return bool(await self._keeper(holder).hold.remote(self._turn(), path, version.number))
+            return bool(await answered(keeper, holder, keeper.hold.remote(self._turn(), path, version.number)))
         except ray.exceptions.RayActorError:
+            return False
+        except WeightsTimeoutError:
+            if holder == part:  # nobody else needs to have it
+                raise
             return False
 
     def go_on(self, version: Version, spread: Spread) -> None:
@@ -114,7 +140,11 @@ class Copies:
             try:
                 place = spread.place(transfer.chunks)
                 fetch = Fetch(target, self._keeper(holder), source, *place, base, version.generation.delta)
-                fetched = await self._keeper(host).fetch.remote(fetch)
+                keeper = self._keeper(host)
+                fetched = await answered(keeper, host, keeper.fetch.remote(fetch))
+            except WeightsTimeoutError as error:  # the receiving keeper: not held up for it any longer
+                failure = str(error)
+                spread.give_up(host, failure)
             except ray.exceptions.RayError as error:  # of either keeper, or of the network
                 failure = f"node {holder}: {getattr(error, 'cause', None) or error}"
                 await asyncio.sleep(PAUSE_S)

@@ -10,7 +10,7 @@ import hashlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 from raylane import _ray
@@ -18,7 +18,7 @@ from raylane.core import settings, vm
 from raylane.core.deadline import Deadline
 from raylane.core.place import start_ticks
 from raylane.core.semaphore import Segment
-from raylane.errors import WeightsError, WeightsLostError
+from raylane.errors import WeightsError, WeightsLostError, WeightsTimeoutError
 from raylane.weights.delta import DeltaOptions, LinkSpeed, Run
 from raylane.weights.leases import WatchedReaders
 from raylane.weights.patches import (
@@ -36,6 +36,9 @@ from raylane.weights.readers import ReaderKey
 from raylane.weights.slots import OpenSlot, StaleSlot, make_slot, mark_dropped, words_of
 from raylane.weights.starts import PublisherKey
 
+SILENCE_S = 20.0
+"""Seconds without an answer after which a keeper counts as stopped, or its host as cut off."""
+
 
 class PartKind(NamedTuple):
     """Part of a layout, for which a host has slots."""
@@ -45,6 +48,8 @@ class PartKind(NamedTuple):
     ranks: int
     """Number of these ranks."""
     nbytes: int
+    boxes: str
+    """Digest of the boxes that each rank writes: a rank that is late may write only where its successor does."""
 
 
 class Incarnation(NamedTuple):
@@ -129,8 +134,8 @@ class Keeper:
         """Last calls that have held a slot, by path."""
         self._open: dict[str, OpenSlot] = {}
         """Slots that are copied from or to, by path: opened a second time, for locks of their own."""
-        self._fetches: set[asyncio.Future[Any]] = set()
-        """Copies under way."""
+        self._fetches: dict[asyncio.Future[Any], str] = {}
+        """Copies under way, with the slot that each writes."""
         self._readers = WatchedReaders()
         self._patches = Patches()
         self._link = LinkSpeed()
@@ -160,9 +165,7 @@ class Keeper:
         """
         if turn.catalogue > self._catalogue:
             self._catalogue = turn.catalogue
-            for fetch in self._fetches:  # nothing may write to slots for an earlier catalogue any more
-                fetch.cancel()
-            await asyncio.gather(*self._fetches, return_exceptions=True)
+            await self._end_fetches(self._fetches)  # nothing may write to slots for an earlier catalogue any more
             for slot in self._open.values():
                 slot.release()
         self._made_at[name, kind] = turn
@@ -237,6 +240,8 @@ class Keeper:
     async def begin_copy(self, turn: Turn, path: str, number: int, timeout_s: float | None) -> None:
         """Make a slot ready for the copy of a version, and hold it. Waits for readers of what it holds."""
         self._held_at[path] = turn
+        # Of an earlier version: the catalogue has given it up, because this keeper did not answer for a while.
+        await self._end_fetches([fetch for fetch, target in self._fetches.items() if target == path])
         self._patches.forget(self._beside(path), newest=False)
         await asyncio.to_thread(self._slot(path).begin_copy, number, Deadline(timeout_s))
 
@@ -262,12 +267,22 @@ class Keeper:
 
         Raises the errors of `raylane.get`, and those of Ray if the other keeper dies.
         """
+        if not self._open_version(fetch.slot).is_there():
+            raise WeightsLostError(f"version {fetch.slot.number} was given up while it was copied. Update again")
         task = asyncio.ensure_future(self._fetch(fetch))
-        self._fetches.add(task)
+        self._fetches[task] = fetch.slot.path
         try:
             return await task
         finally:
-            self._fetches.discard(task)
+            self._fetches.pop(task, None)
+
+    @staticmethod
+    async def _end_fetches(fetches: Collection[asyncio.Future[Any]]) -> None:
+        """Cancel copies, and wait until they write nothing any more."""
+        ending = list(fetches)
+        for fetch in ending:
+            fetch.cancel()
+        await asyncio.gather(*ending, return_exceptions=True)
 
     async def _fetch(self, fetch: Fetch) -> TransferResult:
         # Loaded here: only hosts that copy need the transports, and torch.
@@ -276,14 +291,14 @@ class Keeper:
         slot, holder, source, offset, nbytes, base, options = fetch
         copied, mismatch = 0, False
         request = None if base is None else self._request(base, nbytes, options)
-        (ref,), proofs = await holder.serve.remote(source, offset, nbytes, request)
+        (ref,), proofs = await self._served(holder, source, offset, nbytes, request)
         if base is not None and proofs:
             patches = (await get_async(ref)).numpy()
             copied = len(patches)
             if await self._restore(slot, base, offset, nbytes, patches, proofs):
                 return TransferResult("delta", copied, False, self._link.bytes_per_s)
             mismatch = self._open_version(base).is_there()  # else it was replaced meanwhile
-            (ref,), _ = await holder.serve.remote(source, offset, nbytes, None)
+            (ref,), _ = await self._served(holder, source, offset, nbytes, None)
         target = self._slot(slot.path).memory()[offset : offset + nbytes]
         arrived = 0
         self._link.begin(time.monotonic())
@@ -293,6 +308,17 @@ class Keeper:
         finally:
             self._link.end(time.monotonic(), arrived)
         return TransferResult("dense", copied + nbytes, mismatch, self._link.bytes_per_s)
+
+    @staticmethod
+    async def _served(
+        holder: Any, source: SlotVersion, offset: int, nbytes: int, request: DeltaRequest | None
+    ) -> Served:
+        """Ask another keeper for bytes. WeightsTimeoutError if it does not answer."""
+        limit_s = SILENCE_S + (0.0 if request is None else request.wait_s)
+        try:
+            return await asyncio.wait_for(holder.serve.remote(source, offset, nbytes, request), limit_s)
+        except TimeoutError:
+            raise WeightsTimeoutError(f"the keeper that has the bytes did not answer for {limit_s:.0f} s") from None
 
     def _request(self, base: SlotVersion, nbytes: int, options: DeltaOptions) -> DeltaRequest | None:
         """Return the request for patches instead of so many bytes; None if none would be accepted."""

@@ -16,6 +16,7 @@ Every host of a generation has `keep` slots. A version takes the slot of the old
 from __future__ import annotations
 
 import enum
+import hashlib
 import secrets
 import time
 from collections import Counter
@@ -77,6 +78,7 @@ class Generation:
     """Keys of slots that a keeper is making."""
 
     _runs: dict[str, tuple[Run, ...]] = field(default_factory=dict)
+    _digests: dict[str, str] = field(default_factory=dict)
 
     @property
     def world(self) -> int:
@@ -96,6 +98,18 @@ class Generation:
         if host not in self._runs:
             self._runs[host] = runs_of(self.stored, self.stored.hosts.index(host))
         return self._runs[host]
+
+    def boxes_digest(self, host: str) -> str:
+        """Return a digest of the bytes of its part that each rank of a host writes; found once."""
+        if host not in self._digests:
+            digest, ranks = hashlib.sha256(), self.ranks_of(host)
+            for tensor in self.stored.tensors.values():
+                for write in tensor.writes:
+                    if write.rank in ranks:
+                        room = tensor.boxes[write.stored]
+                        digest.update(repr((ranks.index(write.rank), room.offset, room.box, write.box)).encode())
+            self._digests[host] = digest.hexdigest()
+        return self._digests[host]
 
 
 @dataclass

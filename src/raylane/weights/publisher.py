@@ -97,8 +97,11 @@ class Publisher:
         whole_number("anchor_every", anchor_every, 1)
         if max_lag is not None:
             whole_number("max_lag", max_lag, 0)
-        if dtype is not None and not getattr(dtype, "is_floating_point", False):
-            raise ValueError(f"dtype must be a floating-point dtype such as torch.bfloat16, got {dtype!r}")
+        if dtype is not None and not (getattr(dtype, "is_floating_point", False) and dtype.itemsize > 1):
+            raise ValueError(
+                f"dtype must be a floating-point dtype of two bytes or more such as torch.bfloat16, got {dtype!r}; "
+                "quantise weights with their scales before they are published"
+            )
         self._delta = DeltaOptions(delta, anchor_every)
         self._delta.check()
         self.name = name

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 
+from raylane.weights.devices import PreparedCopy
 from raylane.weights.plan import Plan
 from raylane.weights.slots import OpenSlot
 from raylane.weights.tensors import stored_pieces
@@ -24,16 +25,22 @@ class Sources:
         """Slots by part and path, the last used one at the end."""
         self._views: dict[tuple[str, ...], list[list[torch.Tensor]]] = {}
         """Pieces of each tensor, by the paths of the slots in which they lie."""
+        self.copies: dict[tuple[str, ...], PreparedCopy] = {}
+        """Copies into the reader's tensors, by the same paths: they have addresses within the slots."""
 
-    def slot(self, part: str, path: str, ranks: int) -> OpenSlot:
-        """Return a slot of a part with so many ranks. Writes of this process to it are undone."""
+    def slot(self, part: str, path: str, ranks: int, *, in_use: Collection[OpenSlot]) -> OpenSlot:
+        """Return a slot of a part with so many ranks. Writes of this process to it are undone.
+
+        Too many slots end the one that was used longest ago, and is not `in_use`.
+        """
         slots = self._slots.setdefault(part, {})
         slot = slots.pop(path, None)
         if slot is None:
-            if len(slots) == MOST_SLOTS:
-                oldest = next(iter(slots))
+            oldest = next((path for path, each in slots.items() if each not in in_use), None)
+            if len(slots) >= MOST_SLOTS and oldest is not None:
                 slots.pop(oldest).close()
                 self._views = {paths: views for paths, views in self._views.items() if oldest not in paths}
+                self.copies = {paths: copy for paths, copy in self.copies.items() if oldest not in paths}
             slot = OpenSlot(path, ranks, private=self._private)
         else:
             slot.forget_writes()
@@ -49,8 +56,9 @@ class Sources:
         return self._views[key]
 
     def forget_views(self) -> None:
-        """Forget the views of a plan that was replaced."""
+        """Forget the views and copies of a plan that was replaced."""
         self._views.clear()
+        self.copies.clear()
 
     def close(self) -> None:
         """Close all slots, which ends their locks. Tensors over their memory stay valid."""
@@ -58,4 +66,4 @@ class Sources:
             for slot in slots.values():
                 slot.close()
         self._slots.clear()
-        self._views.clear()
+        self.forget_views()

@@ -79,6 +79,8 @@ class Spread:
         """Number of failures by host and holder."""
         self._reasons: dict[str, str] = {}
         """Last failure of each host."""
+        self._silent: set[str] = set()
+        """Hosts that do not answer."""
         self._sent: Counter[str] = Counter()
 
     def want(self, host: str, chunks: Iterable[int], patched: Iterable[int] = ()) -> None:
@@ -88,6 +90,7 @@ class Spread:
         """
         self._wanted.setdefault(host, set()).update(chunks)
         self._patched[host] = set(patched)
+        self._silent.discard(host)
         for pair in [pair for pair in self._failures if pair[0] == host]:
             del self._failures[pair]
 
@@ -149,6 +152,12 @@ class Spread:
         self._patched.pop(host, None)
         self.held.discard(host)
 
+    def give_up(self, host: str, reason: str) -> None:
+        """Note that a host does not answer: nobody gets chunks from it, and it gets none until it asks again."""
+        self.holders.pop(host, None)
+        self._reasons[host] = reason
+        self._silent.add(host)
+
     def _progress(self, host: str) -> tuple[int, int]:
         return len(self.holders.get(host, ())) + self._receiving(host), self._order(host)
 
@@ -164,10 +173,11 @@ class Spread:
 
     def _having(self, chunk: int, host: str) -> list[str]:
         """Return the hosts from which a host may get a chunk."""
+        silent = host in self._silent
         return [
             holder
             for holder, chunks in self.holders.items()
-            if chunk in chunks and holder != host and self._failures[host, holder] < ATTEMPTS
+            if chunk in chunks and holder != host and self._failures[host, holder] < ATTEMPTS and not silent
         ]
 
     def _choice(self, host: str) -> Transfer | None:

@@ -84,11 +84,6 @@ class _HeldVersion(NamedTuple):
     """New memory for which the tensors are exchanged, where the version has been copied already."""
 
 
-def _release(slots: list[OpenSlot]) -> None:
-    for slot in slots:
-        slot.release()
-
-
 class Subscriber:
     """Reader of the weights of a name. Its calls exclude each other; update between two calls of the model.
 
@@ -151,9 +146,8 @@ class Subscriber:
         self._chunks: dict[str, list[int]] = {}
         """Chunks that the plan needs of each part of another host."""
         self._sources = Sources(private=apply == "map")
-        self._copies: dict[tuple[str, ...], PreparedCopy] = {}
-        """Copies from the slots of these paths into the tensors, as long as these lie in `_memory`."""
         self._memory: tuple[list[Any], ...] = ()
+        """Memory for which the copies of `_sources` are prepared."""
         self._taken_memory: tuple[list[Any], ...] = ()
         """Memory in which the tensors lay after the last update."""
         self._lock = threading.RLock()  # held during an update
@@ -225,7 +219,7 @@ class Subscriber:
                         self._version, self.state = held.offer.key, ReaderState.VALID
                         self._taken_memory = self._tensors.memory()
                 except Cancelled:
-                    _release(held.slots)
+                    self._release(held.slots)
                     raise
                 self._turn += 1
                 self._catalogue.tell("applied", self._key, self._version, self._turn)
@@ -248,7 +242,7 @@ class Subscriber:
             self._look_at_tensors()
             held = self._hold(version, deadline)
             if deadline.cancellation is not None and deadline.cancellation.cancelled:
-                _release(held.slots)
+                self._release(held.slots)
                 raise Cancelled
             self._let_go(held)
             self._prefetched = held if held.slots else None
@@ -256,7 +250,7 @@ class Subscriber:
                 try:
                     self._prefetched = held._replace(slots=[], prepared=self._new_memory(held.paths))
                 finally:
-                    _release(held.slots)
+                    self._release(held.slots)
             return held.offer.number
 
     async def update_async(self, *, timeout: float | None = None) -> Update:
@@ -294,7 +288,7 @@ class Subscriber:
         """Note that the tensors lost their values, as in a sleep that drops memory: the next update loads all again."""
         with self._calling(Deadline.of_call(None), "invalidated"):
             self.state = ReaderState.INVALID
-            self._copies.clear()
+            self._sources.copies.clear()
 
     def close(self) -> None:
         """Leave, after a call under way. Later updates raise WeightsError; a second call does nothing.
@@ -305,7 +299,6 @@ class Subscriber:
             self._closed = True
             self._leave()
             self._sources.close()
-            self._copies.clear()
             self._prefetched = None
             self._mapped.clear()
 
@@ -324,6 +317,7 @@ class Subscriber:
     def _look_at_tensors(self) -> None:
         """Find the tensors anew. WeightsLayoutError if they are not those of this reader any more."""
         self._tensors.refresh()
+        self._tensors.check_unmerged()
         if self._version == NO_VERSION and self.apply != "copy":  # later they lie in memory of this reader
             self._tensors.check_exchangeable()
 
@@ -357,7 +351,6 @@ class Subscriber:
             self._regions = mapped_regions(self._plan, self._record)
         self._chunks.clear()
         self._sources.forget_views()
-        self._copies.clear()
         self._generation = offer.generation
 
     def _has(self, offer: VersionOffer) -> bool:
@@ -376,13 +369,13 @@ class Subscriber:
             try:
                 paths = self._paths(offer, deadline)
                 for part, path in paths.items():
-                    slot = self._sources.slot(part, path, offer.ranks[part])
+                    slot = self._sources.slot(part, path, offer.ranks[part], in_use=[*self._in_use(), *slots])
                     slot.hold(offer.number)
                     slots.append(slot)
                 return _HeldVersion(offer, paths, slots, tuple(slots))
             except (StaleSlot, FileNotFoundError):
                 # The version was replaced, or its keeper has died, since the offer was made.
-                _release(slots)
+                self._release(slots, spared=self._in_use())
                 if deadline.left_s() == 0:
                     raise WeightsTimeoutError(
                         f"version {offer.number} of {self.name!r} was replaced while it was read, again and again for "
@@ -390,13 +383,23 @@ class Subscriber:
                     ) from None
                 time.sleep(POLL_S)
             except BaseException:
-                _release(slots)
+                self._release(slots, spared=self._in_use())
                 raise
+
+    def _in_use(self) -> list[OpenSlot]:
+        """Return the slots in which tensors lie, or what was prefetched: nobody may write to them."""
+        return [*self._mapped, *(self._prefetched.slots if self._prefetched is not None else ())]
+
+    def _release(self, slots: Sequence[OpenSlot], spared: Sequence[OpenSlot] = ()) -> None:
+        """Permit ranks to write to slots, except for those in which the tensors lie and those that are spared."""
+        for slot in slots:
+            if slot not in self._mapped and slot not in spared:
+                slot.release()
 
     def _let_go(self, held: _HeldVersion) -> None:
         """Release the version that was prefetched, except for slots of the version that is held in its place."""
         if self._prefetched is not None:
-            _release([slot for slot in self._prefetched.slots if slot not in held.slots])
+            self._release(self._prefetched.slots, spared=held.slots)
 
     def _apply(self, held: _HeldVersion) -> int:
         """Bring a version into the tensors; release it unless they are mapped. Return the bytes that were copied."""
@@ -412,7 +415,7 @@ class Subscriber:
                 return 0
             return self._plan.nbytes
         finally:
-            _release(held.slots)
+            self._release(held.slots)
 
     def _paths(self, offer: VersionOffer, deadline: Deadline) -> dict[str, str]:
         """Return the slot on this host of each part that the plan reads. Parts of other hosts are copied to this one.
@@ -440,18 +443,19 @@ class Subscriber:
         """Write the version in these slots into the tensors, or into new memory that they get at the end."""
         assert self._plan is not None
         memory, key = self._tensors.memory(), tuple(paths.values())
-        if memory != self._memory or len(self._copies) > MOST_COPIES:
-            self._copies.clear()
+        copies = self._sources.copies
+        if memory != self._memory or len(copies) > MOST_COPIES:
+            copies.clear()
             self._tensors.check(meta=True)
             self._memory = memory
-        if key not in self._copies:
+        if key not in copies:
             tensors = self._tensors.distinct()
             if self.apply == "swap" or any(tensor.is_meta for tensor in tensors.values()):
                 self._tensors.exchange(self._new_memory(paths))
                 return
-            self._copies[key] = self._prepare(paths, tensors)
+            copies[key] = self._prepare(paths, tensors)
         self.state = ReaderState.INVALID  # until the caller notes that all was written
-        self._copies[key].run(self._tensors.distinct)
+        copies[key].run(self._tensors.distinct)
         self._fill_constants(self._tensors.distinct())
 
     def _new_memory(self, paths: dict[str, str]) -> Any:

@@ -151,6 +151,7 @@ class NamedTensors:
         """Further names of tensors, and the first name of each: tied weights."""
         self._kinds = {name: _kind(tensor) for name, tensor in self.items()}
         """Shape and division of each tensor, on which layouts and plans rely."""
+        self._dtypes = {name: tensor.dtype for name, tensor in self.items()}
 
     def refresh(self) -> None:
         """Look where the tensors are now: modules and tensors may have been replaced by others of the same names.
@@ -206,7 +207,12 @@ class NamedTensors:
                 reason = "its elements share memory (expand, as_strided), so it cannot be written. Pass its clone()"
             if reason is not None:
                 raise WeightsLayoutError(f"{name!r} cannot be published or read now: {reason}")
-            kind = _kind(tensor)
+            kind, before = _kind(tensor), self._dtypes[name]
+            if inner.dtype != before and not (_is_plain_float(inner.dtype) and _is_plain_float(before)):
+                raise WeightsLayoutError(
+                    f"{name!r} has the dtype {inner.dtype} now, and had {before} when it was registered: its values "
+                    "would be converted without a scale. Make a new publisher or subscriber"
+                )
             if kind != self._kinds[name]:
                 raise WeightsLayoutError(
                     f"{name!r} is {kind.text()} now, and was {self._kinds[name].text()} when it was registered. Make "
@@ -224,12 +230,26 @@ class NamedTensors:
             first = first_of.setdefault(inner.untyped_storage()._cdata, name)
             if first != name:
                 cause = f"{first!r} lies in the same storage"
+            elif inner is not tensor and _has_other_users(inner):
+                cause = "it is a DTensor whose storage its module uses in another way too, as FSDP2 does"
             elif not isinstance(self._model, Module) and _has_other_users(inner):
                 cause = "other tensors lie in its storage, as those of a module whose state_dict() was passed"
             if cause is not None:
                 raise WeightsLayoutError(
-                    f"the memory of {name!r} cannot be exchanged: {cause}, and would keep the old values. Pass the "
-                    "module itself, or subscribe with apply='copy'"
+                    f"the memory of {name!r} cannot be exchanged: {cause}, and would keep the old values. Subscribe "
+                    "with apply='copy'; or pass the module itself where a dict was passed"
+                )
+
+    def check_unmerged(self) -> None:
+        """Raise WeightsLayoutError if adapters were merged into the base (PEFT): an update would add them twice."""
+        if isinstance(self._model, Module):
+            merged = next(
+                (name for name, each in self._model.named_modules() if getattr(each, "merged", 0) is True), None
+            )
+            if merged is not None:
+                raise WeightsLayoutError(
+                    f"{merged!r} has merged its adapters into the base weights, which an update would overwrite. Call "
+                    "unmerge_adapter() before it, and merge again afterwards"
                 )
 
     def memory(self) -> tuple[list[Any], ...]:
@@ -271,6 +291,11 @@ class NamedTensors:
         """Let the tensors lie in new memory."""
         for name, memory in prepared.items():
             self.set_memory(name, memory)
+
+
+def _is_plain_float(dtype: torch.dtype) -> bool:
+    """Return True for floating-point dtypes whose values need no scale, as those of one byte do."""
+    return dtype.is_floating_point and dtype.itemsize > 1
 
 
 def _has_other_users(tensor: torch.Tensor) -> bool:
