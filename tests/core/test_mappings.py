@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from core.processes import Pipe, start
 from raylane.core import handover
 from raylane.core import mappings as mappings_module
 from raylane.core.handover import DATA_OFFSET, Region
@@ -80,6 +81,23 @@ def test_without_the_kernels_help_a_region_is_mapped_anew(monkeypatch: pytest.Mo
     array[:] = 1
     monkeypatch.setattr(mappings_module, "written_ranges", lambda *_: None)
     assert data(mappings.take_region(region.path)).max() == 1
+
+
+@pytest.mark.processes
+def test_forked_child_unlocks_nothing() -> None:
+    assert start(_child_drops_its_copy).result() == "still read"
+
+
+def _child_drops_its_copy(_: Pipe) -> str:
+    _array, region = made()
+    mappings = Mappings(math.inf, 1 << 30)
+    held = [mappings.take_region(region.path)]
+    if not (child := os.fork()):
+        held.clear()
+        gc.collect()
+        os._exit(0)
+    os.waitpid(child, 0)
+    return "still read" if held and region.is_read else "unlocked"
 
 
 def test_idle_mappings_are_few_and_end() -> None:

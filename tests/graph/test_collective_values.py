@@ -93,6 +93,7 @@ def test_collective_tensors_give_what_torch_gives() -> None:
     pairs = [
         (real.T, real.flip(1).T),
         (real[:, ::2], real[:, 1::2]),
+        (real[:1, 2], real[1:2, 3]),  # one element, with a stride
         (complex_pair.conj(), complex_pair),
         (complex_pair.conj().imag, complex_pair.imag),
         (torch.nn.Parameter(real), real.clone().requires_grad_()),

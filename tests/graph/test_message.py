@@ -13,6 +13,7 @@ import re
 import sqlite3
 import sys
 import threading
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -552,6 +553,22 @@ def test_errors_of_methods_arrive_with_the_remote_text(cause: BaseException) -> 
     raised = _ray.raised_form(got)
     assert "Traceback: line 5" in str(raised)
     assert isinstance(raised, ray.exceptions.RayError)
+
+
+def test_errors_of_unknown_classes_arrive_as_their_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = types.ModuleType("only_there")
+    monkeypatch.setitem(sys.modules, "only_there", library)
+    exec("class LibraryError(Exception): ...", vars(library))  # as a library that this process lacks later
+    library.LibraryError.__module__ = "only_there"
+    known = encode_error(library.LibraryError("bad batch 7"))
+    of_method = encode_error(_ray.task_error("A.step", "Traceback: line 5", library.LibraryError("bad batch 7")))
+    assert type(arrive(known)) is library.LibraryError
+    del sys.modules["only_there"]
+    assert "LibraryError: bad batch 7" in str(arrive(known))
+    assert "No module named 'only_there'" in arrive(known).__notes__[0]
+    raised = _ray.raised_form(arrive(of_method))
+    assert "Traceback: line 5" in str(raised)
+    assert "bad batch 7" in str(raised.cause)  # type: ignore[attr-defined]
 
 
 def test_a_chain_of_causes_is_no_obstacle() -> None:

@@ -124,6 +124,13 @@ def test_tensors_of_other_kinds(encoder: Encoder) -> None:
     assert arrive(encoder.encode(conjugate)).tolist() == [1 - 2j]
 
 
+@pytest.mark.parametrize("size", [3, SMALL_TENSOR_BYTES])
+def test_attributes_of_tensors_travel(encoder: Encoder, size: int) -> None:
+    tensor = torch.ones(size)
+    tensor.tag = "layer.7"  # type: ignore[attr-defined]
+    assert arrive(encoder.encode({"w": tensor}))["w"].tag == "layer.7"
+
+
 def test_a_tensor_that_others_see_too_is_copied(encoder: Encoder) -> None:
     message = encoder.encode([torch.ones(3), np.ones(2)])
     held = [bytearray(memoryview(buffer).cast("B")) for buffer in message.buffers]

@@ -131,30 +131,43 @@ def test_groups_are_complete_when_they_are_taken() -> None:
 def test_full_queue_takes_what_completes_groups() -> None:
     made = book(max_items=3, group_size=2)
     put(made, entry(group="a"), entry(group="b"), entry(group="c"))
-    key = BlockKey(1, 1)
     # Nothing can become free otherwise.
-    assert made.room(key, PLACE, [entry(group="d"), entry(group="e")]) == 1
+    assert made.room([entry(group="d"), entry(group="e")]) == 1
     put(made, entry(group="a"))
-    assert made.room(key, PLACE, [entry(group="d")]) == 0
-    assert made.room(key, PLACE, [entry(group="b"), entry(group="d")]) == 1
+    assert made.room([entry(group="d")]) == 0
+    assert made.room([entry(group="b"), entry(group="d")]) == 1
     (group,) = made.take(7, 1)
     made.acknowledge(7, [ticket.number for ticket in group])
-    assert made.room(key, PLACE, [entry(group="d"), entry(group="e")]) == 1
+    assert made.room([entry(group="d"), entry(group="e")]) == 1
 
 
-def test_bytes_are_those_of_the_blocks_in_use() -> None:
-    made = book(max_bytes=250)
+def test_bytes_are_those_of_the_items() -> None:
+    made = book(max_bytes=45)
     for block in (1, 2):
         put(made, entry(), entry(), block=block, is_full=True)
-    assert made.stats().nbytes == 200
-    assert made.room(BlockKey(1, 3), PLACE, [entry()]) == 0
-    assert made.room(BlockKey(1, 2), PLACE, [entry(), entry()]) == 2
+    assert made.stats().nbytes == 40
+    assert made.room([entry()]) == 0
     tickets = [ticket for group in made.take(7, 3) for ticket in group]
     made.acknowledge(7, [ticket.number for ticket in tickets])
     assert made.take_free(1).numbers == [1]
     assert made.take_free(1).numbers == []
-    assert made.stats().nbytes == 100
-    assert made.room(BlockKey(1, 3), PLACE, [entry()]) == 1
+    assert made.stats().nbytes == 10
+    assert made.room([entry() for _ in range(5)]) == 3
+
+
+def test_blocks_of_a_producer_that_leaves_are_given_up() -> None:
+    made = book()
+    for block in (1, 2, 3):
+        put(made, entry(), block=block, is_full=True)
+    numbers = [ticket.number for group in made.take(7, 3) for ticket in group]
+    made.acknowledge(7, numbers[:2])
+    assert made.take_free(1).numbers == [1, 2]
+    put(made, entry(), block=1)  # used again
+    made.remove_producer(1)
+    assert len(made.abandoned()) == 1
+    made.acknowledge(7, numbers[2:])
+    assert len(made.abandoned()) == 1
+    assert made.abandoned() == []
 
 
 def test_block_is_free_when_its_producer_has_filled_it() -> None:

@@ -378,6 +378,19 @@ def test_tickets_are_opened_by_other_processes() -> None:
     queue.acknowledge(tickets)
 
 
+def test_forked_child_is_refused() -> None:
+    queue = TrajectoryQueue()
+    queue.put("parent")
+    queue.flush()
+    assert queue._member is not None
+    queue._member.pid += 1  # as it would be in a child
+    for call in (lambda: queue.put("child"), lambda: queue.take(1)):
+        with pytest.raises(QueueError, match=r"was forked from process .* with the method spawn"):
+            call()
+    queue._member.pid -= 1
+    assert queue.take(1).groups == [["parent"]]
+
+
 def test_dead_queue_is_told_to_everybody() -> None:
     queue = TrajectoryQueue()
     queue.put(1)

@@ -19,13 +19,13 @@ PACKAGE = ROOT / "src" / "raylane"
 BUDGETS = {
     "cli": 1053,
     "core": 2046,
-    "graph": 7016,
+    "graph": 7037,
     "modules": 552,
-    "rl": 2893,
+    "rl": 2937,
     "sft": 3950,
     "testing": 206,
     "training": 7569,
-    "transport": 7744,
+    "transport": 7751,
     "weights": 5103,
     "workers": 1528,
 }

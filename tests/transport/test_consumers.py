@@ -300,6 +300,9 @@ def test_num_returns(crew: Crew) -> None:
     assert ray.get(user.total.remote(one)) == float(expected(1).double().sum())
     del one
     assert torch.equal(ray.get(two), expected(2))
+    for dropped in [0, 1] * 10:  # before the call ends
+        kept = maker.two.remote()[1 - dropped]
+        assert torch.equal(ray.get(kept), expected(2 - dropped))
     whole = maker.two.options(num_returns=1).remote()
     assert [float(value[0]) for value in ray.get(whole)] == [1, 2]
 

@@ -20,11 +20,11 @@ import mmap
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from raylane.core.filelock import READ, UNLOCK, lock
+from raylane.core.finalizing import finalize_here
 from raylane.core.segment import map_sealed
 from raylane.core.semaphore import Segment
 from raylane.core.trimmer import Trimmer
@@ -95,7 +95,7 @@ class Mappings:
             self._used_bytes += len(mapping.memory)
         memory = (ctypes.c_char * len(mapping.memory)).from_buffer(mapping.memory)
         # The finalizer holds the mapping. Not at exit: the system unmaps everything then.
-        weakref.finalize(memory, self._give_back, mapping).atexit = False
+        finalize_here(memory, self._give_back, mapping).atexit = False
         return memory
 
     def _give_back(self, mapping: Mapping) -> None:

@@ -238,7 +238,11 @@ class Collector:
                 # A report may come after its execution has ended with the same error; then the index is negative.
                 index = execution - executions.completed
                 if 0 <= index < len(executions.pending) and not (failed := executions.pending[index])._done:
-                    failed.fail(self._decode_error(body))
+                    try:
+                        failure = self._decode_error(body)
+                    except Exception as error:  # of this execution alone
+                        failure = GraphValueError(f"its error could not be unpickled: {messages.error_text(error)}")
+                    failed.fail(failure)
                     completed = True
         except BaseException as error:  # Ctrl-C too
             self.interrupted(error)

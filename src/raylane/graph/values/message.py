@@ -254,6 +254,7 @@ def reduce_tensor(torch: Any, storages: list[tuple[int, int]], tensor: Any) -> A
         or not tensor.is_contiguous()
         or tensor.is_conj()
         or tensor.is_neg()
+        or tensor.__dict__  # attributes of the user
         or not 0 < (nbytes := tensor.nbytes) < SMALL_TENSOR_BYTES
     ):
         raise TensorInside
@@ -444,20 +445,48 @@ def encode_error(error: BaseException, limit_bytes: int | None = None) -> Messag
     """Return an exception as a message of at most `limit_bytes` (None: MAX_ERROR_BYTES).
 
     An exception that is larger, or cannot be pickled, is replaced by one with its text: a RayTaskError if it is one.
+    The text travels with any other, too: for readers that lack its class.
     """
     limit = MAX_ERROR_BYTES if limit_bytes is None else limit_bytes
-    for replaced in (False, True):
-        file = io.BytesIO()
-        try:
-            _ray.CloudPickler(file, protocol=5).dump(_replacement(error) if replaced else error)
-            if file.tell() > limit:
-                continue
-            # Try it here: an error that cannot be unpickled would raise a second error in every reader.
-            pickle.loads(file.getvalue())
-        except Exception:
-            continue
-        return Message(ERROR, file.getvalue())
+    text = _pickled(_replacement(error))
+    itself = _pickled(error)
+    both = None if itself is None or text is None else pickle.dumps(_EitherError(itself, text), protocol=5)
+    for body in (both, itself, text):
+        if body is not None and len(body) <= limit:
+            return Message(ERROR, body)
     raise AssertionError("an error of raylane cannot be pickled")
+
+
+class _EitherError:
+    """Pickles of an exception and of its text: unpickled, the exception, or the text where its class is missing."""
+
+    def __init__(self, itself: bytes, text: bytes) -> None:
+        self._pickles = itself, text
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return either_error, self._pickles
+
+
+def either_error(itself: bytes, text: bytes) -> BaseException:
+    """Return the exception of the first pickle that this process can read."""
+    try:
+        error: BaseException = pickle.loads(itself)
+    except Exception as obstacle:
+        error = pickle.loads(text)
+        error.add_note(f"The error itself could not be unpickled here: {error_text(obstacle)}")
+    return error
+
+
+def _pickled(error: BaseException) -> bytes | None:
+    """Return the pickle of an exception, None if it has none that can be read."""
+    file = io.BytesIO()
+    try:
+        _ray.CloudPickler(file, protocol=5).dump(error)
+        # Try it here: an error that cannot be unpickled would raise a second error in every reader.
+        pickle.loads(file.getvalue())
+    except Exception:
+        return None
+    return file.getvalue()
 
 
 def _replacement(error: BaseException) -> BaseException:
@@ -467,7 +496,7 @@ def _replacement(error: BaseException) -> BaseException:
         return GraphValueError(error_text(error))
     cause = error_text(error.cause)  # type: ignore[attr-defined]
     text = _shortened(error.traceback_str)  # type: ignore[attr-defined]
-    return _ray.task_error(where, text, GraphValueError(f"{cause} (the error itself was too large to travel)"))
+    return _ray.task_error(where, text, GraphValueError(f"{cause} (only the text of the error could travel)"))
 
 
 def small_error(message: Message) -> Message:

@@ -258,7 +258,8 @@ def _bytes_of(module: str, tensors: Sequence[Any]) -> Any:
         return (flat[0] if len(flat) == 1 else numpy.concatenate(flat)).view(numpy.uint8)
     torch = sys.modules["torch"]
     # Tensors of a GPU go through host memory.
-    flat = [_plain(tensor).contiguous().reshape(-1).cpu() for tensor in tensors]
+    # By `as_strided`: one element has its old stride even after `contiguous`, and `view` refuses that.
+    flat = [_plain(tensor).contiguous().as_strided((tensor.numel(),), (1,)).cpu() for tensor in tensors]
     return (flat[0] if len(flat) == 1 else torch.cat(flat)).view(torch.uint8).numpy()
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, NamedTuple
 
 import ray
@@ -35,6 +35,19 @@ class Commit(NamedTuple):
     entries: Sequence[AnnouncedItem]
     is_full: bool
     """True if nothing more comes into the block."""
+
+
+PAUSE_S = 0.5
+"""Seconds between two attempts to reach an actor that Ray calls unavailable."""
+
+
+async def _answer(call: Callable[[], Awaitable[Any]]) -> Any:
+    """Await a call of a host's actor; repeat it while Ray calls the actor unavailable, which may still live."""
+    while True:
+        try:
+            return await call()
+        except ray.exceptions.ActorUnavailableError:
+            await asyncio.sleep(PAUSE_S)
 
 
 class QueueActor:
@@ -113,7 +126,7 @@ class QueueActor:
 
         def enough() -> bool:
             nonlocal room
-            room = self._book.room(key, place, entries)
+            room = self._book.room(entries)
             has_no_caller = key.producer in self._stranded or key.producer in self._ended
             return self._closed or has_no_caller or not entries or room > 0
 
@@ -212,13 +225,13 @@ class QueueActor:
     async def _watch_member(self, member: int, host: Any, wait: int, pid: int, ticks: int) -> None:
         # No limit, as below: the wait ends with the process, with its membership, or with the actor that it asks.
         with contextlib.suppress(ray.exceptions.RayActorError):
-            await host.wait_for_end.remote(wait, pid, ticks)
+            await _answer(lambda: host.wait_for_end.remote(wait, pid, ticks))
             self._waits.pop(member, None)
             await self.leave(member)
 
     async def _watch_host(self, host: str, actor: Any, wait: int) -> None:
         with contextlib.suppress(ray.exceptions.RayActorError):
-            await actor.wait.remote(wait)
+            await _answer(lambda: actor.wait.remote(wait))
             return  # the queue has no members
         if self._hosts.get(host) is not actor:
             return  # an earlier watch has seen it
@@ -227,6 +240,9 @@ class QueueActor:
         self._waits.pop(host, None)
         self._stranded |= {member for member, its_host in self._host_of.items() if its_host == host} - self._ended
         self._book.lose_host(host)
+        for member in self._stranded:
+            # What it had taken of other hosts goes to others: if it lives, it joins anew.
+            self._book.remove_consumer(member)
         await self._notify()
 
     def _new_wait(self, key: str | int) -> int:

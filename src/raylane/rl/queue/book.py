@@ -245,7 +245,7 @@ class QueueStats:
     returned: int = 0
     """Times that an item was handed out again."""
     nbytes: int = 0
-    """Bytes of shared memory in use."""
+    """Bytes of the items in shared memory."""
     version: int = 0
     """Newest version of the weights."""
     producers: int = 0
@@ -274,7 +274,7 @@ class QueueBook:
         self.version = 0
         """Newest version of the weights, from which lags count."""
         self.nbytes = 0
-        """Size of all blocks in use."""
+        """Size of all items. Not of their blocks: a producer keeps one, however little is in it."""
         self._items: dict[int, _Item] = {}
         self._blocks: dict[BlockKey, _Block] = {}
         self._waiting: dict[Hashable, list[_Item]] = {}
@@ -283,6 +283,8 @@ class QueueBook:
         """Heap of complete groups by rank and number of their first items."""
         self._free: dict[int, list[int]] = {}
         """Numbers of the blocks that a producer may use again and was not told of yet, by producer."""
+        self._kept: dict[int, dict[int, BlockPlace]] = {}
+        """Blocks without items that a producer keeps for its next ones, by producer and number."""
         self._putting: set[int] = set()
         """Producers that have put items, and are still there."""
         self._ended_producers = 0
@@ -303,17 +305,16 @@ class QueueBook:
         """Note a producer on a host."""
         self._producers[producer] = host
         self._free[producer] = []
+        self._kept[producer] = {}
 
-    def room(self, key: BlockKey, place: BlockPlace, entries: Sequence[AnnouncedItem]) -> int:
+    def room(self, entries: Sequence[AnnouncedItem]) -> int:
         """Return the number of these items, from the first one on, that may be accepted now."""
-        free = self.options.max_items - len(self._items)
-        added = 0 if key in self._blocks else place.nbytes
-        if self.nbytes + added > self.options.max_bytes:
-            free = 0
+        free, added = self.options.max_items - len(self._items), self.nbytes
         count = 0
         for entry in entries:
+            added += entry.nbytes
             # Items of a group that others wait for are accepted: it could not be completed otherwise.
-            if count >= free and entry.group not in self._waiting:
+            if (count >= free or added > self.options.max_bytes) and entry.group not in self._waiting:
                 break
             count += 1
         if count == 0 and not any(item.state in (ItemState.READY, ItemState.LEASED) for item in self._items.values()):
@@ -327,7 +328,7 @@ class QueueBook:
         if key not in self._blocks:
             self._blocks[key] = _Block(place)
             self._putting.add(key.producer)
-            self.nbytes += place.nbytes
+            self._kept.get(key.producer, {}).pop(key.number, None)
         block = self._blocks[key]
         block.is_full |= is_full
         for entry in entries:
@@ -335,6 +336,7 @@ class QueueBook:
             ticket = ItemTicket(self._numbers, place.host, place.path, *entry)
             item = self._items[self._numbers] = _Item(ticket, key)
             block.live += 1
+            self.nbytes += entry.nbytes
             self._counts["put"] += 1
             self._collect(item)
         self._free_if_unused(key)
@@ -368,6 +370,7 @@ class QueueBook:
         """Note that a producer has left or died. Its complete groups stay, the others cannot be completed."""
         self._producers.pop(producer, None)
         self._free.pop(producer, None)
+        self._abandoned += self._kept.pop(producer, {}).values()
         self._ended_producers += producer in self._putting
         self._putting.discard(producer)
         broken = [
@@ -563,6 +566,7 @@ class QueueBook:
             assert item.state in ENDED
             self._counts[item.state.value] += 1
             del self._items[item.ticket.number]
+            self.nbytes -= item.ticket.nbytes
             self._blocks[item.block].live -= 1
             self._free_if_unused(item.block)
 
@@ -571,9 +575,9 @@ class QueueBook:
         if block.live or not block.is_full:
             return
         del self._blocks[key]
-        self.nbytes -= block.place.nbytes
         # A producer keeps its mapping of the block; without a producer, its host gives the memory up.
         if key.producer in self._producers:
             self._free[key.producer].append(key.number)
+            self._kept[key.producer][key.number] = block.place
         else:
             self._abandoned.append(block.place)

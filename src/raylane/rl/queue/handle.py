@@ -19,6 +19,7 @@ import contextlib
 import functools
 import itertools
 import logging
+import os
 import secrets
 import threading
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator, Sequence
@@ -335,8 +336,10 @@ class TrajectoryQueue:
         except QueueError as error:
             if not isinstance(error, QueueClosedError | QueueTimeoutError):
                 with self._lock:
-                    member, self._member = self._member, None
-                if member is not None:
+                    member = self._member
+                    ends = member is not None and member.pid == os.getpid()  # not that of a forked child's parent
+                    self._member = None if ends else member
+                if ends and member is not None:
                     member.leave()
             raise
 
@@ -349,18 +352,28 @@ class TrajectoryQueue:
             self._tell("give_back", self._leased.intersection(_numbers(tickets)))
             raise
 
+    def _present_member(self) -> _QueueMember | None:
+        """Return the membership if there is one. QueueError in a forked child, which shares its parent's memory."""
+        member = self._member
+        if member is not None and member.pid != os.getpid():
+            raise QueueError(
+                f"this process was forked from process {member.pid}, which uses the queue. Pass the queue to an actor "
+                "or a task instead, or start the process with the method spawn"
+            )
+        return member
+
     def _joined(self, deadline: Deadline | None = None) -> _QueueMember:
         """Return the membership of this process, which the first call begins."""
-        if self._member is not None:
-            return self._member
+        if (member := self._present_member()) is not None:
+            return member
         number, node, place = _new_member()
         host = call(self._actor, "join", number, node, *place, deadline=deadline or Deadline.of_call(None))
         return self._set_member(number, host, node)
 
     async def _joined_async(self) -> _QueueMember:
         """Return the membership of this process, as `_joined`."""
-        if self._member is not None:
-            return self._member
+        if (member := self._present_member()) is not None:
+            return member
         number, node, place = _new_member()
         host = await call_async(self._actor, "join", number, node, *place, deadline=Deadline.of_call(None))
         return self._set_member(number, host, node)
@@ -427,6 +440,7 @@ class _QueueMember:
 
     def __init__(self, actor: Any, number: int, host: Any, node: str, max_bytes: int) -> None:
         self.number = number
+        self.pid = os.getpid()
         self.leave: Callable[[], Any] = lambda: None
         """Ends the membership; also called when the last handle of this process is gone."""
         self.reader = ItemReader(actor, node)
@@ -498,7 +512,7 @@ class _ItemSender:
         """Announce what is left, and leave the queue. Does not wait."""
         with self._changed:
             self._ended = True
-            if self._thread is None:
+            if self._thread is None or not self._thread.is_alive():  # it ends with its first error
                 self._leave()
             self._changed.notify_all()
 

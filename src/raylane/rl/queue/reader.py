@@ -13,6 +13,7 @@ import ray
 
 from raylane.core.deadline import Deadline
 from raylane.core.semaphore import Segment
+from raylane.errors import QueueTimeoutError, SourceLostError, TransferTimeoutError
 from raylane.rl.queue.blocks import read_item
 from raylane.rl.queue.book import ItemTicket
 from raylane.rl.queue.calls import call
@@ -21,6 +22,13 @@ from raylane.transport.link.endpoint import endpoint
 
 LARGE_BYTES = 1 << 16
 """Size from which the copy of an item lies in memory of the transport's pool."""
+GONE = (
+    ray.exceptions.ActorDiedError,
+    ray.exceptions.OwnerDiedError,
+    ray.exceptions.ObjectLostError,
+    SourceLostError,
+)
+"""Errors of a host whose memory is gone. Others say nothing about it: a slow host, or this process itself."""
 MOST_SEGMENTS = 128
 """Number of segments that a consumer keeps mapped."""
 
@@ -79,22 +87,38 @@ class ItemReader:
             self._segments[path] = segment
             return segment
 
-    def _fetch(self, host: str, tickets: list[ItemTicket]) -> dict[int, Any]:
-        """Return the values of tickets of another host by number."""
+    def _asked(self, host: str, ranges: list[ItemRange], deadline: Deadline) -> Any:
+        """Return the bytes of items from the actor of their host. KeyError if there is none, or if it lacks them."""
         from raylane.transport.api import get
 
+        if host not in self._hosts:
+            self._hosts = call(self._actor, "hosts", deadline=deadline)
+        (ref,) = ray.get(self._hosts[host].read.remote(ranges), timeout=deadline.left_s())
+        return get(ref, timeout=deadline.left_s())
+
+    def _fetch(self, host: str, tickets: list[ItemTicket]) -> dict[int, Any]:
+        """Return the values of tickets of another host by number. QueueTimeoutError if the host is slow."""
         numbers = [ticket.number for ticket in tickets]
+        ranges = [ItemRange(ticket.path, ticket.offset, ticket.nbytes) for ticket in tickets]
+        deadline, asked = Deadline.of_call(None), self._hosts.get(host)
         try:
-            if host not in self._hosts:
-                self._hosts = call(self._actor, "hosts", deadline=Deadline.of_call(None))
-            ranges = [ItemRange(ticket.path, ticket.offset, ticket.nbytes) for ticket in tickets]
-            deadline = Deadline.of_call(None)
-            (ref,) = ray.get(self._hosts[host].read.remote(ranges), timeout=deadline.left_s())
-            tensors = get(ref, timeout=deadline.left_s())
+            try:
+                tensors = self._asked(host, ranges, deadline)
+            except GONE:
+                # Perhaps that actor has a successor, which has these items.
+                del self._hosts[host]
+                if asked is None:
+                    raise
+                tensors = self._asked(host, ranges, deadline)
         except KeyError as error:
             raise UnreadableError(numbers, host, "the actor that held the memory has died") from error
-        except ray.exceptions.RayError as error:
+        except GONE as error:
             raise UnreadableError(numbers, host, error) from error
+        except (ray.exceptions.GetTimeoutError, ray.exceptions.ActorUnavailableError, TransferTimeoutError) as error:
+            raise QueueTimeoutError(
+                f"{len(numbers)} items did not come from node {host} within {deadline.timeout_s} s: {error}. They are "
+                "given back; take again"
+            ) from error
         return {number: read_item(memoryview(tensor.numpy())) for number, tensor in zip(numbers, tensors, strict=True)}
 
 

@@ -11,6 +11,7 @@ calls `reader.materialize`.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import functools
 import os
@@ -76,9 +77,18 @@ class Publication:
         self.held: list[Layout] = []
         """Memory that Ray is about to copy."""
         self.anchor: Any = None
-        """Anchor shared by all results of a call, which are freed together with the last of them."""
+        """Ref within the ticket, whose end frees the value."""
         self.keys: list[bytes] = []
         """Keys of the published values; empty as long as every value is inline."""
+
+    def of_item(self) -> Publication:
+        """Return the publication of one of several returns of a call, with an anchor of its own.
+
+        Ray 2.60 loses count of a ref that lies in two returns when the first of them is dropped before the call ends.
+        """
+        item = copy.copy(self)
+        item.held, item.anchor, item.keys = [], None, []
+        return item
 
     def free_after(self, ref: Any) -> None:
         """Free the values of this publication, present and future, when a ref of this process is out of scope."""
@@ -108,10 +118,10 @@ class PublishOnPickle:
         return len(self._value)
 
     def __iter__(self) -> Iterator[Any]:
-        return (PublishOnPickle(item, self._publication) for item in self._value)
+        return (PublishOnPickle(item, self._publication.of_item()) for item in self._value)
 
     def __getitem__(self, index: SupportsIndex) -> Any:
-        return PublishOnPickle(self._value[index], self._publication)
+        return PublishOnPickle(self._value[index], self._publication.of_item())
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _reduce(self._value, self._publication)

@@ -183,6 +183,8 @@ def _copied(leaf: Any, slices: Any, spec: LeafSpec, wish: Delivery) -> Any:
     """Return a copy of a leaf of this process, or of a slice of it, as its reader wants it."""
     with torch.no_grad():
         view = leaf if slices is None else leaf[slices]
+        if isinstance(view, np.generic):  # of integers alone; a scalar has the byte order of the machine
+            view = np.asarray(view, leaf.dtype)
         if wish.into is not None:
             return copy_into(wish.into, view)
         if isinstance(view, torch.Tensor):
