@@ -6,9 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch.nn import Parameter, ParameterDict
 
 from raylane import weights
-from raylane.errors import WeightsError, WeightsLayoutError
+from raylane.errors import WeightsError, WeightsLayoutError, WeightsTimeoutError
+from raylane.weights.sources import MOST_SLOTS
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -110,3 +112,53 @@ def test_a_mapping_that_does_not_fit_is_refused_at_the_start() -> None:
     assert all(not tensor.any() for tensor in tensors.values())
     with pytest.raises(ValueError, match="pass either `mapping` or `places`"):
         weights.Subscriber("policy", tensors, mapping=RULES, places={})
+
+
+def test_failed_load_keeps_the_mapped_version() -> None:
+    published = {"a": torch.ones(1000), "b": torch.ones(1000)}
+    publisher = weights.Publisher("policy", published, keep=2)
+    model = ParameterDict({name: torch.zeros(1000) for name in published})
+    subscriber = weights.Subscriber("policy", model, apply="map")
+    publisher.publish(1)
+    subscriber.update()
+    model["b"] = Parameter(model["b"].detach().half(), requires_grad=False)
+    with pytest.raises(WeightsError, match="'b' cannot be mapped"):
+        subscriber.update()
+    published["a"].fill_(2)
+    publisher.publish(2)
+    with pytest.raises(WeightsTimeoutError, match="a reader still holds the version"):
+        publisher.publish(3, timeout=0.5)
+    assert model["a"].eq(1).all()
+    subscriber.close()
+    publisher.close()
+
+
+@pytest.mark.parametrize("apply", ["copy", "map"])
+def test_many_prefetched_versions_leave_the_own_one(apply: str) -> None:
+    keep = MOST_SLOTS + 2
+    published, target = {"w": torch.zeros(1000)}, {"w": torch.zeros(1000)}
+    publisher = weights.Publisher("policy", published, keep=keep)
+    subscriber = weights.Subscriber("policy", target, apply=apply)
+
+    def publish_next(number: int) -> None:
+        published["w"].fill_(number)
+        publisher.publish(number, timeout=1)
+
+    publish_next(1)
+    subscriber.update()
+    for number in range(2, keep + 1):
+        publish_next(number)
+        assert subscriber.prefetch() == number
+    assert target["w"].eq(1).all()
+    if apply == "map":
+        with pytest.raises(WeightsTimeoutError, match="a reader still holds the version"):
+            publish_next(keep + 1)
+        assert target["w"].eq(1).all()
+    subscriber.update()
+    assert target["w"].eq(keep).all()
+    for number in range(keep + 1, keep + 3):  # in the slots of the first versions again
+        publish_next(number)
+        subscriber.update()
+        assert target["w"].eq(number).all()
+    subscriber.close()
+    publisher.close()

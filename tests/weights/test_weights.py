@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import ray
 import torch
-from torch.nn import Linear, Parameter, ParameterDict, Sequential
+from torch.nn import Linear, Sequential
 
 from raylane import weights
 from raylane.cli.weights import render
@@ -29,7 +29,6 @@ from raylane.errors import (
     WeightsTimeoutError,
 )
 from raylane.weights.client import all_memory, all_versions
-from raylane.weights.sources import MOST_SLOTS
 
 pytestmark = pytest.mark.ray
 
@@ -515,56 +514,6 @@ def test_tensors_that_lost_a_version_take_it_again(start: Start, apply: str) -> 
         subscriber.update()
     with pytest.raises(WeightsError, match=r"publisher of .policy. was closed\. Make a new one"):
         publisher.publish(2)
-
-
-def test_failed_load_keeps_the_mapped_version(start: Start) -> None:
-    published = {"a": torch.ones(1000), "b": torch.ones(1000)}
-    publisher = weights.Publisher("policy", published, keep=2)
-    model = ParameterDict({name: torch.zeros(1000) for name in published})
-    subscriber = weights.Subscriber("policy", model, apply="map")
-    publisher.publish(1)
-    subscriber.update()
-    model["b"] = Parameter(model["b"].detach().half(), requires_grad=False)
-    with pytest.raises(WeightsError, match="'b' cannot be mapped"):
-        subscriber.update()
-    published["a"].fill_(2)
-    publisher.publish(2)
-    with pytest.raises(WeightsTimeoutError, match="a reader still holds the version"):
-        publisher.publish(3, timeout=0.5)
-    assert model["a"].eq(1).all()
-    subscriber.close()
-    publisher.close()
-
-
-@pytest.mark.parametrize("apply", ["copy", "map"])
-def test_many_prefetched_versions_leave_the_own_one(start: Start, apply: str) -> None:
-    keep = MOST_SLOTS + 2
-    published, target = {"w": torch.zeros(1000)}, {"w": torch.zeros(1000)}
-    publisher = weights.Publisher("policy", published, keep=keep)
-    subscriber = weights.Subscriber("policy", target, apply=apply)
-
-    def publish_next(number: int) -> None:
-        published["w"].fill_(number)
-        publisher.publish(number, timeout=1)
-
-    publish_next(1)
-    subscriber.update()
-    for number in range(2, keep + 1):
-        publish_next(number)
-        assert subscriber.prefetch() == number
-    assert target["w"].eq(1).all()
-    if apply == "map":
-        with pytest.raises(WeightsTimeoutError, match="a reader still holds the version"):
-            publish_next(keep + 1)
-        assert target["w"].eq(1).all()
-    subscriber.update()
-    assert target["w"].eq(keep).all()
-    for number in range(keep + 1, keep + 3):  # in the slots of the first versions again
-        publish_next(number)
-        subscriber.update()
-        assert target["w"].eq(number).all()
-    subscriber.close()
-    publisher.close()
 
 
 def test_calls_wait_for_each_other_within_their_deadline(start: Start) -> None:
