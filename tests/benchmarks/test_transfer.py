@@ -61,18 +61,8 @@ def test_picture_has_a_line_for_each_contender(tmp_path: Path) -> None:
 @pytest.mark.processes
 def test_a_quick_run_writes_what_it_should(tmp_path: Path) -> None:
     out = tmp_path / "deep" / "bench.json"
-    command = [
-        sys.executable,
-        "-m",
-        "raylane",
-        "bench",
-        "transfer",
-        "--quick",
-        "--only",
-        "4B,get-into-64MiB",
-        "--json",
-        str(out),
-    ]
+    only = "4B,get-into-64MiB"
+    command = [sys.executable, "-m", "benchmarks", "transfer", "--quick", "--only", only, "--json", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=540, check=False)
     assert done.returncode == 0, done.stderr
     report = json.loads(out.read_text())
