@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import os
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from benchmarks.graph import workloads as graph_workloads
 from benchmarks.graph.actors import Peer, Stepper
 from benchmarks.graph.cases import CASES, Case, blocks_of, cases, contender_names, group_by_graph, step_times_us
 from benchmarks.measure import Tally
+from tests.benchmarks.quick import quick_run
 
 from benchmarks import environment
 from raylane.core.native import NATIVE
@@ -229,12 +229,8 @@ def test_an_unknown_case_is_answered_with_those_there_are() -> None:
 
 @pytest.mark.slow
 def test_a_quick_run_writes_what_it_should(tmp_path: Path) -> None:
-    out = tmp_path / "graph.json"
     only = "echo,async,million"
-    command = [sys.executable, "-m", "benchmarks", "graph", "--quick", "--only", only, "--json", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=540, check=False)
-    assert done.returncode == 0, done.stderr
-    report = json.loads(out.read_text())
+    report, printed = quick_run("graph", only, tmp_path / "graph.json")
     assert report["quick"] is True
     records = report["records"]
     for name in only.split(","):
@@ -245,4 +241,4 @@ def test_a_quick_run_writes_what_it_should(tmp_path: Path) -> None:
         assert set(record) == (FIELDS | extra if record["case"] == "million" else FIELDS)
         assert 0 < record["min_us"] <= record["p50_us"] <= record["p90_us"] <= record["p99_us"]
         assert record["n"] > 0
-    assert "x compiled" in done.stdout
+    assert "x compiled" in printed

@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +31,7 @@ from benchmarks.rl.cases import (
     goals,
     samples_of,
 )
+from tests.benchmarks.quick import quick_run
 
 FIELDS = {"case", "contender", "n", "p50_us", "p90_us", "p99_us", "min_us", "first_us", "cpu_s", "samples_per_s"}
 
@@ -162,10 +160,7 @@ def test_loops_train_on_all_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 @pytest.mark.slow
 @pytest.mark.processes
 def test_a_quick_run_writes_what_it_should(tmp_path: Path) -> None:
-    out = tmp_path / "deep" / "rl.json"
-    command = [sys.executable, "-m", "benchmarks", "rl", "--quick", "--only", "queue-4KB", "--json", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=540, check=False)
-    assert done.returncode == 0, done.stderr
-    records = json.loads(out.read_text())["records"]
+    report, printed = quick_run("rl", "queue-4KB", tmp_path / "deep" / "rl.json")
+    records = report["records"]
     assert [record["contender"] for record in records] == list(QUEUES)
-    assert "of the better of Ray's" in done.stdout
+    assert "of the better of Ray's" in printed

@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +10,7 @@ from benchmarks.sft import run as sft
 from benchmarks.sft.cases import CASES, blocks_of, cases, group_by_workers
 from benchmarks.sft.contenders import batch
 from benchmarks.sft.workers import StepWorker
+from tests.benchmarks.quick import quick_run
 
 FIELDS = {"case", "contender", "n", "p50_us", "p90_us", "p99_us", "min_us", "first_us", "cpu_s", "step_us", "work_us"}
 WAYS = ["rpc", "compiled", "ray:compiled", "loop"]
@@ -90,12 +88,8 @@ def test_an_unknown_case_is_answered_with_those_there_are() -> None:
 @pytest.mark.slow
 @pytest.mark.processes
 def test_a_quick_run_writes_what_it_should(tmp_path: Path) -> None:
-    out = tmp_path / "deep" / "sft.json"
     only = "step20ms-2-driver-fed,train-2"
-    command = [sys.executable, "-m", "benchmarks", "sft", "--quick", "--only", only, "--json", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=540, check=False)
-    assert done.returncode == 0, done.stderr
-    report = json.loads(out.read_text())
+    report, printed = quick_run("sft", only, tmp_path / "deep" / "sft.json")
     assert report["quick"] is True
     records = report["records"]
     for name in only.split(","):
@@ -107,8 +101,8 @@ def test_a_quick_run_writes_what_it_should(tmp_path: Path) -> None:
         assert 0 <= record["min_us"] <= record["p50_us"] <= record["p90_us"] <= record["p99_us"]
         assert record["n"] > 0
         assert record["step_us"] >= record["p50_us"] * 0.5
-    assert "against the loop" in done.stdout
-    assert "of plain" in done.stdout
+    assert "against the loop" in printed
+    assert "of plain" in printed
 
 
 def test_table_of_peers_compares_rounds_and_losses() -> None:

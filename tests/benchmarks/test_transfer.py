@@ -1,14 +1,12 @@
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from benchmarks.transfer import run as transfer
 from benchmarks.transfer.cases import cases, grouped
+from tests.benchmarks.quick import quick_run
 
 FIELDS = {"case", "contender", "n", "p50_us", "p90_us", "p99_us", "min_us", "first_us", "cpu_s"}
 
@@ -60,12 +58,7 @@ def test_picture_has_a_line_for_each_contender(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.processes
 def test_a_quick_run_writes_what_it_should(tmp_path: Path) -> None:
-    out = tmp_path / "deep" / "bench.json"
-    only = "4B,get-into-64MiB"
-    command = [sys.executable, "-m", "benchmarks", "transfer", "--quick", "--only", only, "--json", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=540, check=False)
-    assert done.returncode == 0, done.stderr
-    report = json.loads(out.read_text())
+    report, printed = quick_run("transfer", "4B,get-into-64MiB", tmp_path / "deep" / "bench.json")
     assert report["machine"]["cores"] > 0
     assert report["versions"]["ray"]
     contenders = {record["contender"] for record in report["records"]}
@@ -74,4 +67,4 @@ def test_a_quick_run_writes_what_it_should(tmp_path: Path) -> None:
         assert set(record) == FIELDS
         assert 0 < record["min_us"] <= record["p50_us"] <= record["p90_us"] <= record["p99_us"]
     assert {record["case"] for record in report["records"]} == {"4B", "get-into-64MiB"}
-    assert "x faster" in done.stdout
+    assert "x faster" in printed

@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +28,7 @@ from benchmarks.weights.cases import (
     rounds_of,
 )
 from benchmarks.weights.contenders import unavailable
+from tests.benchmarks.quick import quick_run
 
 FIELDS = {"case", "contender", "n", "p50_us", "p90_us", "p99_us", "min_us", "first_us", "cpu_s", "peak_bytes"}
 
@@ -174,16 +172,12 @@ def test_all_contenders_move_weights_of_other_layouts(cluster: None) -> None:
 @pytest.mark.slow
 @pytest.mark.processes
 def test_a_quick_run_writes_what_it_should(tmp_path: Path) -> None:
-    out = tmp_path / "deep" / "weights.json"
-    only = "copy-100MB"
-    command = [sys.executable, "-m", "benchmarks", "weights", "--quick", "--only", only, "--json", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=540, check=False)
-    assert done.returncode == 0, done.stderr
-    records = json.loads(out.read_text())["records"]
+    report, printed = quick_run("weights", "copy-100MB", tmp_path / "deep" / "weights.json")
+    records = report["records"]
     assert [record["case"] for record in records] == ["copy-100MB"] * 2
     for record in records:
         assert set(record) - {"planning_share"} == FIELDS
-    assert "of a memcpy of the reader's bytes" in done.stdout
+    assert "of a memcpy of the reader's bytes" in printed
 
 
 def test_matrices_of_two_steps_differ_everywhere() -> None:
