@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from raylane.core.deadline import Deadline
 from raylane.core.semaphore import Segment
 from raylane.errors import GraphValueError
 from raylane.rl.queue.blocks import IDLE_S, BlockWriter, WrittenItem, block_bytes, read_item
@@ -21,10 +22,16 @@ class Host:
 
     def __init__(self) -> None:
         self.held: dict[str, Segment] = {}
+        self.limits_s: list[float | None] = []
+        """Timeout of each call of `hold`."""
         self.now = 100.0
         self.writer = BlockWriter(BLOCK, 4 * BLOCK, self.hold, self.forget, clock=lambda: self.now)
 
-    def hold(self, path: str) -> str:
+    def write(self, value: Any, timeout_s: float | None = None) -> WrittenItem:
+        return self.writer.write(value, Deadline(timeout_s))
+
+    def hold(self, path: str, deadline: Deadline) -> str:
+        self.limits_s.append(deadline.timeout_s)
         self.held[path] = Segment.open(path, keep_fd=True)
         return path
 
@@ -62,7 +69,7 @@ VALUES = (
 
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
 def test_values_are_what_was_written(host: Host, value: Any) -> None:
-    read = host.read(host.writer.write(value))
+    read = host.read(host.write(value))
     assert type(read) is type(value)
     if isinstance(value, dict):
         assert read.keys() == value.keys()
@@ -80,35 +87,36 @@ def test_values_are_what_was_written(host: Host, value: Any) -> None:
 
 def test_views_stay_tied(host: Host) -> None:
     whole = torch.arange(10)
-    first, second = host.read(host.writer.write([whole, whole[2:4]]))
+    first, second = host.read(host.write([whole, whole[2:4]]))
     first[2] = -1
     assert second[0] == -1
 
 
 def test_blocks_are_used_again(host: Host) -> None:
     value = torch.zeros(BLOCK // 3, dtype=torch.uint8)
-    written = [host.writer.write(value) for _ in range(5)]
+    written = [host.write(value) for _ in range(5)]
     assert [item.block for item in written] == [1, 1, 2, 2, 3]
     assert host.writer.take_full() == [1, 2]
     assert host.writer.take_full() == []
     host.writer.release([1], 4 * BLOCK)
-    assert [host.writer.write(value).block for _ in range(3)] == [3, 1, 1]
+    assert [host.write(value).block for _ in range(3)] == [3, 1, 1]
 
 
 def test_large_item_has_a_block_of_its_own(host: Host) -> None:
-    large = host.writer.write(torch.ones(3 * BLOCK, dtype=torch.uint8))
+    large = host.write(torch.ones(3 * BLOCK, dtype=torch.uint8), timeout_s=4)
     assert host.read(large).sum() == 3 * BLOCK
-    assert host.writer.write(1).block == large.block
-    host.writer.write(torch.zeros(BLOCK // 2))
+    assert host.limits_s == [4]  # the host is not waited for longer than the caller does
+    assert host.write(1).block == large.block
+    host.write(torch.zeros(BLOCK // 2))
     host.writer.release([large.block], 4 * BLOCK)
     # Beyond the limit of the queue, blocks of other sizes are given up.
-    host.writer.write(torch.zeros(3 * BLOCK // 2))
+    host.write(torch.zeros(3 * BLOCK // 2))
     assert large.block not in host.writer.blocks
     assert len(host.held) == len(host.writer.blocks)
 
 
 def test_free_blocks_beyond_the_share_are_given_up(host: Host) -> None:
-    written = [host.writer.write(torch.zeros(BLOCK // 2, dtype=torch.uint8)).block for _ in range(4)]
+    written = [host.write(torch.zeros(BLOCK // 2, dtype=torch.uint8)).block for _ in range(4)]
     host.writer.release(written[:2], 3 * BLOCK)
     # Not at once: a stream of items would need new pages again and again.
     assert sorted(host.writer.blocks) == written
@@ -120,7 +128,7 @@ def test_free_blocks_beyond_the_share_are_given_up(host: Host) -> None:
     host.writer.release([], BLOCK)
     assert sorted(host.writer.blocks) == written[2:]
     host.writer.release([written[2]], BLOCK)
-    assert host.writer.write(torch.zeros(BLOCK // 2, dtype=torch.uint8)).block == written[2]
+    assert host.write(torch.zeros(BLOCK // 2, dtype=torch.uint8)).block == written[2]
     host.now += IDLE_S
     host.writer.release([], BLOCK)
     assert sorted(host.writer.blocks) == written[2:]
@@ -128,8 +136,8 @@ def test_free_blocks_beyond_the_share_are_given_up(host: Host) -> None:
 
 def test_values_that_cannot_be_pickled_are_refused(host: Host) -> None:
     with pytest.raises(GraphValueError):
-        host.writer.write(threading.Lock())
-    assert host.read(host.writer.write("next")) == "next"
+        host.write(threading.Lock())
+    assert host.read(host.write("next")) == "next"
 
 
 def test_block_size_follows_the_queue() -> None:

@@ -226,6 +226,7 @@ def test_calls_with_wrong_values_are_refused() -> None:
     for call, text in (
         (lambda: queue.take(1.5), "count must be an integer of at least 1, got 1.5"),
         (lambda: queue.take(0), "count must be an integer of at least 1, got 0"),
+        (lambda: queue.take(4097), "4097 groups are never there at once: the queue has max_items=4096"),
         (lambda: queue.set_version(None), "version must be an integer of at least 0, got None"),
         (lambda: TrajectoryQueue(max_items=2.5), "max_items must be an integer of at least 1, got 2.5"),
     ):

@@ -9,6 +9,7 @@ import torch
 from torch.nn import Parameter, ParameterDict
 
 from raylane import weights
+from raylane.core.deadline import Cancellation, Cancelled, Deadline
 from raylane.errors import WeightsError, WeightsLayoutError, WeightsTimeoutError
 from raylane.weights.sources import MOST_SLOTS
 
@@ -162,3 +163,38 @@ def test_many_prefetched_versions_leave_the_own_one(apply: str) -> None:
         assert target["w"].eq(number).all()
     subscriber.close()
     publisher.close()
+
+
+def test_prefetches_that_break_off_neither_hold_nor_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    published = {"w": torch.zeros(1000)}
+    copying, swapping = {"w": torch.zeros(1000)}, {"w": torch.zeros(1000)}
+    publisher = weights.Publisher("policy", published)
+    first = weights.Subscriber("policy", copying)
+    second = weights.Subscriber("policy", swapping, apply="swap")
+
+    def publish_next(number: int) -> None:
+        published["w"].fill_(number)
+        publisher.publish(number, timeout=1)
+
+    publish_next(1)
+    assert first.prefetch() == 1
+    deadline, hold = Deadline(20, Cancellation()), first._hold
+    monkeypatch.setattr(first, "_hold", lambda *args: (hold(*args), deadline.cancellation.cancel())[0])
+    with pytest.raises(Cancelled):
+        first.fetch(1, deadline)
+    publish_next(2)
+    with pytest.raises(WeightsTimeoutError, match="a reader still holds the version"):
+        publish_next(3)
+    assert first.update().version == 1
+    assert copying["w"].eq(1).all()
+
+    with monkeypatch.context() as failing, pytest.raises(MemoryError):
+        failing.setattr(second, "_new_memory", lambda paths: (_ for _ in ()).throw(MemoryError))
+        second.prefetch()
+    assert second.pending is None
+    for number in (3, 4, 5):
+        publish_next(number)
+    second.update()
+    assert swapping["w"].eq(5).all()
+    for each in (first, second, publisher):
+        each.close()

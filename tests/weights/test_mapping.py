@@ -223,5 +223,34 @@ def test_a_refusal_that_a_loader_swallows_is_raised() -> None:
         only_q(careless)
 
 
+def test_tensors_of_a_dict_that_nothing_fills_are_named() -> None:
+    mapping = Mapping().rename(r"^model\.a\.(?=[qk])", "")
+    targets = {"q.weight": torch.zeros(8, 4), "k.weight": torch.zeros(4, 4), "b": torch.zeros(2)}
+    tensors = {name: tensor for name, tensor in published().items() if name[8] in "qk"}
+    with pytest.raises(WeightsLayoutError, match="writes nothing into 1 tensors of the reader: 'b'"):
+        mapping.recorded(stored_whole(tensors), targets, subset=False)
+    apply_record(mapping.recorded(stored_whole(tensors), targets, subset=True), tensors, targets)
+    assert torch.equal(targets["q.weight"], tensors["model.a.q.weight"])
+
+
+def test_buffers_are_filled_where_they_are_published() -> None:
+    trained, reader = torch.nn.BatchNorm1d(3), torch.nn.BatchNorm1d(3)
+    everything = {name: tensor.clone() for name, tensor in trained.state_dict().items()}
+
+    def load(tensors: Tensors) -> None:
+        for name, tensor in tensors:
+            if not name.startswith("running"):
+                reader.state_dict()[name].copy_(tensor)
+
+    targets = reader.state_dict(keep_vars=True)
+    with pytest.raises(WeightsLayoutError, match="writes nothing into 2 tensors of the reader: 'running_mean', "):
+        Mapping.record(load).recorded(stored_whole(everything), targets, subset=False)
+    weights_alone = {name: tensor for name, tensor in everything.items() if name in ("weight", "bias")}
+    assert set(Mapping.record(load).recorded(stored_whole(weights_alone), targets, subset=False).regions) == {
+        "weight",
+        "bias",
+    }
+
+
 def test_tensors_of_a_subset_may_stay_as_they_are() -> None:
     assert bool((loaded(lambda *_: None, subset=True) == -1).all())

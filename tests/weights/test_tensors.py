@@ -278,6 +278,10 @@ def test_memory_that_is_gone_is_refused_when_it_is_used() -> None:
     expanded.check(meta=False)
     with pytest.raises(WeightsLayoutError, match="its elements share memory"):
         expanded.check(meta=True)
+    conjugated = NamedTensors({"w": torch.ones(2, dtype=torch.complex64).conj()})
+    conjugated.check(meta=False)
+    with pytest.raises(WeightsLayoutError, match=r"it is conjugated or negated .* resolve_conj\(\)"):
+        conjugated.check(meta=True)
     with pytest.raises(WeightsLayoutError, match="on the device meta"):
         NamedTensors({"w": meta}).check(meta=False)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import socket
+
+from raylane.core.variables import use_tls
 
 CONNECT_TIMEOUT_S = 15.0
 """Time in seconds in which a Ray cluster must accept a connection, and then answer."""
@@ -24,7 +25,7 @@ def check_reachable(address: str) -> None:
     if int(port) > 65535:
         raise OSError(f"there is no port {port}: the largest is 65535")
     with socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S) as server:
-        if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
+        if use_tls():
             return
         try:
             server.sendall(GREETING)

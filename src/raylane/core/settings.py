@@ -197,8 +197,8 @@ def default_text(setting: Setting[Any]) -> str:
 def set_here() -> str:
     """Return the variables that are set in this process: `name=text`, with commas, unknown ones with a mark."""
     known = {setting.name for setting in SETTINGS}
-    given = sorted((name, text) for name, text in os.environ.items() if name.startswith("RAYLANE_"))
-    return ", ".join(f"{name}={text}{'' if name in known else ' (unknown)'}" for name, text in given)
+    present = sorted((name, text) for name, text in os.environ.items() if name.startswith("RAYLANE_"))
+    return ", ".join(f"{name}={text}{'' if name in known else ' (unknown)'}" for name, text in present)
 
 
 HEAD = """# Environment variables

@@ -19,6 +19,11 @@ AT_NORMAL_PRIORITY = {WORKER_NICENESS: "0"}
 NICENESS_REMEDY = f"set {WORKER_NICENESS}=0 before `ray start`, or before ray.init() without a cluster"
 
 
+def use_tls() -> bool:
+    """Return True if Ray is told to use TLS in this process (the same test as Ray's own)."""
+    return os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
+
+
 @contextlib.contextmanager
 def variables(values: Mapping[str, str], *, keep: bool = False) -> Iterator[None]:
     """Set environment variables while the block runs; with `keep`, those that are set already stay as they are.

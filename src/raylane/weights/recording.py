@@ -328,7 +328,9 @@ class LoadRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for constant in self._constants:
             filled[constant.target] += torch.Size(constant.view.size).numel()
         untouched = [name for name in self._targets if name not in by_target and not filled[name]]
-        untouched = [name for name in untouched if isinstance(self._targets[name], torch.nn.Parameter)]
+        parameters = {name for name, target in self._targets.items() if isinstance(target, torch.nn.Parameter)}
+        if parameters:  # of a module, whose buffers are published or computed
+            untouched = [name for name in untouched if name in parameters or name in self._published.tensors]
         if untouched and not subset:
             raise WeightsLayoutError(
                 f"the loader writes nothing into {len(untouched)} tensors of the reader: {listed(untouched)}. It takes "

@@ -154,7 +154,8 @@ class OpenSlot:
 
     def hold(self, number: int) -> None:
         """Keep everybody from writing until `release`. StaleSlot if the slot does not hold this version whole."""
-        if not lock(self._fd, READ):
+        # Looked at before, too, as a release would end what this process holds of another version.
+        if set(self.numbers()) != {number} or not lock(self._fd, READ):
             raise StaleSlot
         if set(self.numbers()) != {number}:
             self.release()

@@ -208,7 +208,7 @@ class Subscriber:
             held = self._prefetched
             if held is None or held.offer.number < version or any(slot.is_dropped() for slot in held.read):
                 held = self._hold(version, deadline)
-                self._let_go(held)
+                self._note_prefetched(held)
             self._prefetched, nbytes = None, 0
             number, step = held.offer.number, held.offer.step
             changed = not self._has(held.offer)
@@ -244,13 +244,13 @@ class Subscriber:
             if deadline.cancellation is not None and deadline.cancellation.cancelled:
                 self._release(held.slots)
                 raise Cancelled
-            self._let_go(held)
-            self._prefetched = held if held.slots else None
             if held.slots and self.apply == "swap":
+                self._prefetched = None  # its memory is free before more is taken
                 try:
-                    self._prefetched = held._replace(slots=[], prepared=self._new_memory(held.paths))
+                    held = held._replace(slots=[], prepared=self._new_memory(held.paths))
                 finally:
-                    self._release(held.slots)
+                    self._release(held.read)
+            self._note_prefetched(held if held.slots or held.prepared is not None else None)
             return held.offer.number
 
     async def update_async(self, *, timeout: float | None = None) -> Update:
@@ -375,7 +375,7 @@ class Subscriber:
                 return _HeldVersion(offer, paths, slots, tuple(slots))
             except (StaleSlot, FileNotFoundError):
                 # The version was replaced, or its keeper has died, since the offer was made.
-                self._release(slots, spared=self._in_use())
+                self._release(slots)
                 if deadline.left_s() == 0:
                     raise WeightsTimeoutError(
                         f"version {offer.number} of {self.name!r} was replaced while it was read, again and again for "
@@ -383,23 +383,25 @@ class Subscriber:
                     ) from None
                 time.sleep(POLL_S)
             except BaseException:
-                self._release(slots, spared=self._in_use())
+                self._release(slots)
                 raise
 
     def _in_use(self) -> list[OpenSlot]:
         """Return the slots in which tensors lie, or what was prefetched: nobody may write to them."""
         return [*self._mapped, *(self._prefetched.slots if self._prefetched is not None else ())]
 
-    def _release(self, slots: Sequence[OpenSlot], spared: Sequence[OpenSlot] = ()) -> None:
-        """Permit ranks to write to slots, except for those in which the tensors lie and those that are spared."""
+    def _release(self, slots: Sequence[OpenSlot]) -> None:
+        """Permit ranks to write to slots, except for those in use."""
+        in_use = self._in_use()
         for slot in slots:
-            if slot not in self._mapped and slot not in spared:
+            if slot not in in_use:
                 slot.release()
 
-    def _let_go(self, held: _HeldVersion) -> None:
-        """Release the version that was prefetched, except for slots of the version that is held in its place."""
-        if self._prefetched is not None:
-            self._release(self._prefetched.slots, spared=held.slots)
+    def _note_prefetched(self, held: _HeldVersion | None) -> None:
+        """Note what is prefetched from now on, and release what was before."""
+        before, self._prefetched = self._prefetched, held
+        if before is not None:
+            self._release(before.slots)
 
     def _apply(self, held: _HeldVersion) -> int:
         """Bring a version into the tensors; release it unless they are mapped. Return the bytes that were copied."""

@@ -196,7 +196,7 @@ class NamedTensors:
         """Raise WeightsLayoutError if a tensor has another shape or division by now, or no memory.
 
         With `meta`, for a reader, tensors on the meta device are accepted: they get memory. But elements that share
-        memory are refused then.
+        memory, or are conjugated or negated when they are read, are refused then.
         """
         for name, tensor in self.items():
             if not isinstance(tensor, torch.Tensor):
@@ -205,6 +205,8 @@ class NamedTensors:
             reason = opaque(inner) if meta and inner.is_meta else lacking_memory(inner)
             if reason is None and meta and not inner.is_contiguous() and overlaps_itself(inner):
                 reason = "its elements share memory (expand, as_strided), so it cannot be written. Pass its clone()"
+            if reason is None and meta and (inner.is_conj() or inner.is_neg()):
+                reason = "it is conjugated or negated when it is read. Pass its resolve_conj().resolve_neg()"
             if reason is not None:
                 raise WeightsLayoutError(f"{name!r} cannot be published or read now: {reason}")
             kind, before = _kind(tensor), self._dtypes[name]

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from raylane.core.deadline import Deadline
 from raylane.core.segment import BLOCK_ALIGNMENT, size_class
 from raylane.core.semaphore import Segment
 from raylane.graph.values.message import Encoder, Message, decode
@@ -104,7 +105,7 @@ class BlockWriter:
     """Size of a block; an item that is larger gets a block of its own."""
     limit: int
     """Bytes of all blocks above which free ones are given up, when they were free for IDLE_S."""
-    hold: Callable[[str], str]
+    hold: Callable[[str, Deadline], str]
     """Lets the host hold a segment of this process; returns its path there. The memory then outlives this process."""
     forget: Callable[[list[str]], object]
     """Lets the host give segments up."""
@@ -116,12 +117,15 @@ class BlockWriter:
     _numbers: int = 0
     _encoder: Encoder = field(default_factory=Encoder)
 
-    def write(self, value: Any) -> WrittenItem:
-        """Write a value. GraphValueError if it cannot be pickled, OSError if there is no memory for it."""
+    def write(self, value: Any, deadline: Deadline) -> WrittenItem:
+        """Write a value. GraphValueError if it cannot be pickled, OSError if there is no memory for it.
+
+        Waits for the host, if a new block is needed.
+        """
         message = self._encoder.encode(value)
         buffers = [memoryview(buffer).cast("B") for buffer in message.buffers]
         nbytes = _encoded_bytes(message, [buffer.nbytes for buffer in buffers])
-        number = self._block_for(nbytes)
+        number = self._block_for(nbytes, deadline)
         block = self.blocks[number]
         offset, block.end = block.end, block.end + nbytes
         _write(message, buffers, block.segment.view[offset : offset + nbytes])
@@ -141,7 +145,7 @@ class BlockWriter:
         self.limit = limit
         self._give_up_free(limit, now - IDLE_S)
 
-    def _block_for(self, nbytes: int) -> int:
+    def _block_for(self, nbytes: int, deadline: Deadline) -> int:
         """Return a block with room for an item."""
         # Items follow each other without gaps but those of alignment; a block is left when the next item does not fit.
         if self._current is not None:
@@ -155,17 +159,17 @@ class BlockWriter:
         fitting = [
             at for at, block in self.blocks.items() if block.free_since is not None and block.segment.nbytes == size
         ]
-        number = fitting[-1] if fitting else self._new_block(size)
+        number = fitting[-1] if fitting else self._new_block(size, deadline)
         self.blocks[number].free_since = None
         self._current = number
         return number
 
-    def _new_block(self, size: int) -> int:
+    def _new_block(self, size: int, deadline: Deadline) -> int:
         self._give_up_free(self.limit - size, math.inf)
         # Pages take memory when they are touched, so a block that is hardly used costs little.
         segment = Segment.make(size)
         try:
-            path = self.hold(segment.path)
+            path = self.hold(segment.path, deadline)
         finally:
             segment.close_fd()  # the host has a descriptor of its own
         self._numbers += 1

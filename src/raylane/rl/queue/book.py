@@ -283,7 +283,7 @@ class QueueBook:
         """Heap of complete groups by rank and number of their first items."""
         self._free: dict[int, list[int]] = {}
         """Numbers of the blocks that a producer may use again and was not told of yet, by producer."""
-        self._kept: dict[int, dict[int, BlockPlace]] = {}
+        self._idle: dict[int, dict[int, BlockPlace]] = {}
         """Blocks without items that a producer keeps for its next ones, by producer and number."""
         self._putting: set[int] = set()
         """Producers that have put items, and are still there."""
@@ -305,7 +305,7 @@ class QueueBook:
         """Note a producer on a host."""
         self._producers[producer] = host
         self._free[producer] = []
-        self._kept[producer] = {}
+        self._idle[producer] = {}
 
     def room(self, entries: Sequence[AnnouncedItem]) -> int:
         """Return the number of these items, from the first one on, that may be accepted now."""
@@ -328,7 +328,7 @@ class QueueBook:
         if key not in self._blocks:
             self._blocks[key] = _Block(place)
             self._putting.add(key.producer)
-            self._kept.get(key.producer, {}).pop(key.number, None)
+            self._idle.get(key.producer, {}).pop(key.number, None)
         block = self._blocks[key]
         block.is_full |= is_full
         for entry in entries:
@@ -370,7 +370,7 @@ class QueueBook:
         """Note that a producer has left or died. Its complete groups stay, the others cannot be completed."""
         self._producers.pop(producer, None)
         self._free.pop(producer, None)
-        self._abandoned += self._kept.pop(producer, {}).values()
+        self._abandoned += self._idle.pop(producer, {}).values()
         self._ended_producers += producer in self._putting
         self._putting.discard(producer)
         broken = [
@@ -578,6 +578,6 @@ class QueueBook:
         # A producer keeps its mapping of the block; without a producer, its host gives the memory up.
         if key.producer in self._producers:
             self._free[key.producer].append(key.number)
-            self._kept[key.producer][key.number] = block.place
+            self._idle[key.producer][key.number] = block.place
         else:
             self._abandoned.append(block.place)

@@ -27,7 +27,8 @@ def _take_back(actor: Any, method: str, args: tuple[Any, ...]) -> None:
         getattr(actor, undo).remote(*args[:count])
 
 
-def _limit_s(deadline: Deadline) -> float | None:
+def limit_s(deadline: Deadline) -> float | None:
+    """Return the seconds to wait for the answer to a call within a deadline."""
     remaining_s = deadline.left_s()
     return None if remaining_s is None else remaining_s + MARGIN_S
 
@@ -54,10 +55,10 @@ def _translating(actor: Any, method: str, args: tuple[Any, ...], deadline: Deadl
 def call(actor: Any, method: str, *args: Any, deadline: Deadline) -> Any:
     """Return the answer of a method of a queue's actor, or raise its error."""
     with _translating(actor, method, args, deadline):
-        return ray.get(getattr(actor, method).remote(*args), timeout=_limit_s(deadline))
+        return ray.get(getattr(actor, method).remote(*args), timeout=limit_s(deadline))
 
 
 async def call_async(actor: Any, method: str, *args: Any, deadline: Deadline) -> Any:
     """Return the answer as `call` does, without a thread that waits: a cancellation ends the wait at once."""
     with _translating(actor, method, args, deadline):
-        return await asyncio.wait_for(getattr(actor, method).remote(*args), _limit_s(deadline))
+        return await asyncio.wait_for(getattr(actor, method).remote(*args), limit_s(deadline))

@@ -45,7 +45,7 @@ from raylane.rl.queue.book import (
     plain_group,
     plain_versions,
 )
-from raylane.rl.queue.calls import call, call_async
+from raylane.rl.queue.calls import call, call_async, limit_s
 from raylane.rl.queue.reader import ItemReader, UnreadableError
 
 _log = logging.getLogger(__name__)
@@ -226,7 +226,7 @@ class TrajectoryQueue:
 
         The items stay taken by this process.
         """
-        count, least, deadline = *_checked_counts(count, at_least), Deadline.of_call(timeout)
+        count, least, deadline = *_checked_counts(count, at_least, self.options), Deadline.of_call(timeout)
         member = self._joined(deadline)
         with self._joining_again():
             return self._lease(call(self._actor, "take", *member.request(count, least, deadline), deadline=deadline))
@@ -263,7 +263,7 @@ class TrajectoryQueue:
             timeout: Seconds to wait for a batch before QueueTimeoutError; None means no limit. A wait without a limit
                 logs a warning after each RAYLANE_TIMEOUT_S, with what is there and who still produces.
         """
-        count, least = _checked_counts(count, at_least)
+        count, least = _checked_counts(count, at_least, self.options)
         member = await self._joined_async()
         while True:
             tickets = await self._take_async(member, count, least, timeout)
@@ -419,12 +419,17 @@ def _handle(actor: Any, options: QueueOptions) -> TrajectoryQueue:
     return queue
 
 
-def _checked_counts(count: Any, at_least: Any) -> tuple[int, int]:
+def _checked_counts(count: Any, at_least: Any, options: QueueOptions) -> tuple[int, int]:
     # Checked here: an error in the actor would come with a traceback of another process.
     count = check_count("count", count, 1)
     least = count if at_least is None else check_count("at_least", at_least, 1)
     if least > count:
         raise ValueError(f"at_least must be from 1 to count={count}, got {least}")
+    if least > options.max_items:  # each group needs room for its first item
+        raise ValueError(
+            f"{least} groups are never there at once: the queue has max_items={options.max_items}. Take fewer, accept "
+            "fewer with at_least, or make the queue with a larger max_items"
+        )
     return count, least
 
 
@@ -452,11 +457,10 @@ class _QueueMember:
         return self.number, next(self._requests), count, at_least, deadline.left_s()
 
 
-def _hold(host: Any, path: str) -> str:
+def _hold(host: Any, path: str, deadline: Deadline) -> str:
     """Let the actor of this host hold a segment of this process; return its path there."""
     try:
-        deadline = Deadline.of_call(None)
-        return str(ray.get(host.hold.remote(path), timeout=deadline.left_s()))
+        return str(ray.get(host.hold.remote(path), timeout=limit_s(deadline)))
     except ray.exceptions.GetTimeoutError as error:
         raise QueueTimeoutError(
             f"the actor of the queue on this host did not answer within {deadline.timeout_s} s. Put again"
@@ -497,7 +501,7 @@ class _ItemSender:
             for value, span in zip(values, versions, strict=True):
                 self._wait(lambda: self._pending_bytes < WINDOW_BYTES, deadline, "the queue is full")
                 # Under the lock: the thread frees blocks that this call may write to.
-                item = self._writer.write(value)
+                item = self._writer.write(value, deadline)
                 self._pending.setdefault(item.block, []).append(AnnouncedItem(item.offset, item.nbytes, group, span))
                 self._pending_bytes += item.nbytes
                 # Each time: the next value may have to wait until this one is announced.

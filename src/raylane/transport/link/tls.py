@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from raylane.core import settings, vm
+from raylane.core.variables import use_tls
 from raylane.errors import TransportError
 
 _STAGE_BYTES = 1 << 18
@@ -26,14 +27,9 @@ _STAGE_BYTES = 1 << 18
 _CERT, _KEY, _CA = "RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT"
 
 
-def enabled() -> bool:
-    """Return True if Ray is told to use TLS in this process (the same test as Ray's own)."""
-    return os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
-
-
 def cleartext_refusal(transport: str) -> str | None:
     """Return why a transport that nobody encrypts is not used, or None if it may be."""
-    if not enabled() or settings.ALLOW_CLEARTEXT.read():
+    if not use_tls() or settings.ALLOW_CLEARTEXT.read():
         return None
     return (
         f"RAY_USE_TLS is set, and {transport} cannot encrypt what it sends; use 'tcp' or 'auto', or set "
@@ -43,7 +39,7 @@ def cleartext_refusal(transport: str) -> str | None:
 
 def server_context() -> ssl.SSLContext | None:
     """Return the settings of a listener; None without TLS. TransportError if the files cannot be used."""
-    return _context(True, *map(os.environ.get, (_CERT, _KEY, _CA))) if enabled() else None
+    return _context(True, *map(os.environ.get, (_CERT, _KEY, _CA))) if use_tls() else None
 
 
 @functools.lru_cache(maxsize=16)
@@ -190,7 +186,7 @@ def wrap(context: ssl.SSLContext, sock: socket.socket, *, server: bool) -> TlsSo
 
 def connect(sock: socket.socket) -> socket.socket:
     """Return this TCP connection with TLS if Ray uses it; waits for the handshake, at most the socket's timeout."""
-    if not enabled():
+    if not use_tls():
         return sock
     try:
         context = _context(False, *map(os.environ.get, (_CERT, _KEY, _CA)))
