@@ -184,7 +184,7 @@ def test_plan_of_grpo_names_what_a_step_takes(monkeypatch: pytest.MonkeyPatch) -
     ]
     for words in (
         "100 of 64 prompts x 8 answers",
-        "512 a step, at most 1 steps old (mode async)",
+        "512 a step, at most 1 step old (mode async)",
         "1 CPU and 0.5 GPUs",
     ):
         assert words in text

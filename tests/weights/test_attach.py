@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from tests.weights.small_models import SMALL
 from transformers import AutoConfig, AutoModelForCausalLM, StoppingCriteriaList
 
 from raylane import weights
-from raylane.errors import WeightsLayoutError, WeightsTimeoutError
+from raylane.errors import WeightsError, WeightsLayoutError, WeightsTimeoutError
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 PROMPT = torch.tensor([[1, 2, 3]])
@@ -134,15 +135,45 @@ def test_an_update_does_not_wait_forever_for_answers() -> None:
     attachment.close()
 
 
-def test_an_error_in_a_pass_lets_updates_go_on() -> None:
-    reader = torch.nn.Linear(2, 2)
+class Failing(torch.nn.Module):
+    """Module whose pass ends with an error."""
+
+    def __init__(self, error: type[BaseException] = KeyboardInterrupt) -> None:
+        super().__init__()
+        self.weight, self.error = torch.nn.Parameter(torch.zeros(2)), error
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        if value.dim() == 0:
+            raise self.error
+        return value * self.weight
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_error_in_a_pass_lets_updates_go_on(error: type[BaseException]) -> None:
+    reader = Failing(error)
     attachment = weights.attach(reader, "policy")
-    weights.Publisher("policy", torch.nn.Linear(2, 2)).publish(0)
-    with pytest.raises(RuntimeError):
-        reader(torch.ones(3))
+    weights.Publisher("policy", Failing()).publish(0)
+    with pytest.raises(error):
+        reader(torch.tensor(1.0))
     with ThreadPoolExecutor(1) as thread:
         assert thread.submit(attachment.update).result(WAIT_S).version == 1
     attachment.close()
+
+
+def test_passes_of_compiled_modules_are_seen_and_copies_refused() -> None:
+    reader = Failing()
+    compiled = torch.compile(reader, backend="eager")
+    attachment = weights.attach(compiled, "policy")
+    weights.Publisher("policy", Failing()).publish(0)
+    attachment.update()
+    with attachment.answer() as under_way:
+        compiled(torch.ones(2))
+        under_way.note_token()
+    assert under_way.weight_versions == [(1, 0, 1)]
+    with pytest.raises(WeightsError, match=r"Copy it before weights.attach, or after close\(\)"):
+        copy.deepcopy(reader)
+    attachment.close()
+    assert copy.deepcopy(reader)(torch.ones(2)).eq(0).all()
 
 
 def test_unusable_engines_say_why() -> None:

@@ -45,6 +45,8 @@ def run(args: argparse.Namespace) -> int:
 
 def plan(config: GrpoRunConfig) -> str:
     """Return what the run will do as plain text, several lines. Pure."""
+    from raylane.training.report.metrics import counted
+
     loop, rollout, cluster, saving = config.grpo, config.rollout, config.cluster, config.checkpointing
     answers = loop.prompts_per_step * loop.samples_per_prompt
     lag = {"sync": "of the newest weights", "one_step": "of the weights one step before"}
@@ -55,7 +57,7 @@ def plan(config: GrpoRunConfig) -> str:
         ("steps", f"{loop.max_num_steps:,} of {loop.prompts_per_step} prompts x {loop.samples_per_prompt} answers"),
         (
             "answers",
-            f"{answers} a step, {lag.get(loop.mode, f'at most {loop.max_lag} steps old')} (mode {loop.mode}), of at "
+            f"{answers} a step, {lag.get(loop.mode, f'at most {counted(loop.max_lag, "step")} old')} (mode {loop.mode}), of at "
             f"most {rollout.max_new_tokens} tokens, at temperature {rollout.temperature:g}",
         ),
         ("engines", f"{rollout.engines} x {rollout.engine}, {_devices(rollout.cpus, rollout.gpus)} each"),

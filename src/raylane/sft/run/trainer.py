@@ -144,7 +144,7 @@ def _run_locked(
             with SftPolicy(config, prepared, total) as policy:
                 way = "compiled graphs" if policy.group.compiled else "plain Ray calls"
                 workers, steps = counted(policy.group.size, "worker"), counted(total, "step")
-                facts = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in policy.facts.items())
+                facts = ", ".join(f"{name.replace('_', ' ')} {value:,}" for name, value in policy.facts.items())
                 _log.info("%s ready (%s): %s; a run of %s", workers, way, facts, steps)
                 trainer = Trainer(config, policy, rows, log, total, stop, prompts)
                 trainer.resume_from(resumed)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from torch.nn import Module
 
 from raylane.core.deadline import Deadline
-from raylane.errors import WeightsTimeoutError
+from raylane.errors import WeightsError, WeightsTimeoutError
 from raylane.weights.client import cancellable, locked
 from raylane.weights.engines.attachment import EngineUpdate, check_pause
 from raylane.weights.mapping import Mapping
@@ -61,6 +61,22 @@ class Answer:
         return list(self._spans)
 
 
+def _replace(model: Any, method: str, call: Callable[..., Any]) -> Callable[[], None]:
+    """Let `call` take the place of a method, which is its first argument; return a function that undoes it."""
+    before = getattr(model, method)
+    had_its_own = method in vars(model)
+    replacement = functools.update_wrapper(functools.partial(call, before), before)  # generate() reads the signature
+    setattr(model, method, replacement)
+
+    def undo() -> None:
+        if vars(model).get(method) is replacement:  # else another library has wrapped it too
+            delattr(model, method)
+            if had_its_own:
+                setattr(model, method, before)
+
+    return undo
+
+
 class ModuleAttachment:
     """A torch module that reads weights. Made by `weights.attach`.
 
@@ -80,6 +96,7 @@ class ModuleAttachment:
         timeout: float | None = None,
     ) -> None:
         check_pause(pause)
+        model = getattr(model, "_orig_mod", model)  # torch.compile has wrapped it
         self.name, self._model, self._pause, self._timeout = name, model, pause, timeout
         # By name, so that transformers is not loaded for other modules.
         if mapping is None and any(kind.__name__ == "PreTrainedModel" for kind in type(model).__mro__):
@@ -96,13 +113,10 @@ class ModuleAttachment:
         self._current = threading.local()
         # `generate` of a PeftModel calls the model within it.
         passing = model.get_base_model() if callable(getattr(model, "get_base_model", None)) else model
-        self._undo: list[Callable[[], Any]] = [
-            passing.register_forward_pre_hook(self._begin_pass).remove,
-            passing.register_forward_hook(lambda *_: self._step.release(), always_call=True).remove,
-        ]
+        # No hooks: torch does not call them after Ctrl-C.
+        self._undo: list[Callable[[], Any]] = [_replace(passing, "forward", self._pass)]
         if callable(getattr(model, "generate", None)):
-            self._undo.append(functools.partial(model.__dict__.pop, "generate", None))
-            model.generate = functools.partial(self._generate, model.generate)
+            self._undo.append(_replace(model, "generate", self._generate))
 
     @property
     def version(self) -> int:
@@ -163,8 +177,14 @@ class ModuleAttachment:
         """Note that the model lost its weights, as in a sleep that drops memory: the next update loads all again."""
         self._subscriber.invalidate()
 
+    def __deepcopy__(self, memo: Any) -> ModuleAttachment:
+        raise WeightsError(
+            f"the model reads {self.name!r}, and a copy of it would call the same passes. Copy it before "
+            "weights.attach, or after close() of the attachment"
+        )
+
     def close(self) -> None:
-        """Leave; the model keeps its weights, and its own `generate`."""
+        """Leave; the model keeps its weights, and its own `forward` and `generate`."""
         for undo in self._undo:
             undo()
         self._undo.clear()
@@ -188,12 +208,14 @@ class ModuleAttachment:
                 self._closed = False
                 self._changed.notify_all()
 
-    def _begin_pass(self, *_: Any) -> None:
+    def _pass(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a model's own `forward` while no weights are exchanged."""
         # Reentrant: a pass may call the module again, as for a backward pass with checkpoints.
-        self._step.acquire()
-        answer = getattr(self._current, "answer", None)
-        if answer is not None:
-            answer.version = self.version
+        with self._step:
+            answer = getattr(self._current, "answer", None)
+            if answer is not None:
+                answer.version = self.version
+            return forward(*args, **kwargs)
 
     def _generate(self, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a model's own `generate`, and note the version of each token."""
