@@ -16,9 +16,9 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from raylane.nemo.keys import RENAMES, RULES
 from raylane.rl.config import GrpoRunConfig
 from raylane.sft.config.schema import RunConfig
-from raylane.sft.nemo.keys import RENAMES, RULES
 
 HEAD = """# Configuration of a fine-tuning run
 

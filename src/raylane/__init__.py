@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from raylane import errors, graph, rl, weights
     from raylane.graph.api import compile
     from raylane.graph.nodes import InputNode, MultiOutputNode, bind
+    from raylane.nemo.executors import CompiledGraphExecutor, MultiDPCompiledGraphExecutor
     from raylane.transport.api import get, get_async, method, put, stats, wait_tensor_freed
     from raylane.transport.groups import (
         CollectiveGroup,
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from raylane.transport.value.arrays import empty, empty_like
     from raylane.workers.batch import BatchDict
     from raylane.workers.compiled import CompiledWorkerGroup
-    from raylane.workers.executors import CompiledGraphExecutor, MultiDPCompiledGraphExecutor
     from raylane.workers.group import WorkerGroup
     from raylane.workers.options import WorkerOptions
     from raylane.workers.sharding import NamedSharding
@@ -70,9 +70,9 @@ _HOME = {  # module of each public name
     "bind": "raylane.graph.nodes",
     "compile": "raylane.graph.api",
     "BatchDict": "raylane.workers.batch",
-    "CompiledGraphExecutor": "raylane.workers.executors",
+    "CompiledGraphExecutor": "raylane.nemo.executors",
     "CompiledWorkerGroup": "raylane.workers.compiled",
-    "MultiDPCompiledGraphExecutor": "raylane.workers.executors",
+    "MultiDPCompiledGraphExecutor": "raylane.nemo.executors",
     "NamedSharding": "raylane.workers.sharding",
     "WorkerGroup": "raylane.workers.group",
     "WorkerOptions": "raylane.workers.options",

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tests.nemo.upstream_file import NEMO_FILE
 
 from raylane.cli import main
 from raylane.sft.config.load import load_config
-from sft.nemo_file import NEMO_FILE
 
 OWN = ["data.train=t.jsonl", "data.validation=v.jsonl", "policy.tokenizer.chat_template=llama3"]
 

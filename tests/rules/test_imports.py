@@ -29,7 +29,7 @@ ROOMS = {
         "checkpoint",
         "run",
     ),
-    "sft": ("config", "data", "run", "nemo"),
+    "sft": ("config", "data", "run"),
 }
 """Rooms of each package; each may import what stands to its left."""
 AUTHORING = {"collectives", "nodes", "ray_dag"}

@@ -17,17 +17,18 @@ LONG_FILES: dict[str, str] = {}
 LONG_FUNCTIONS: dict[str, str] = {}
 PACKAGE = ROOT / "src" / "raylane"
 BUDGETS = {
-    "cli": 1053,
-    "core": 2046,
+    "cli": 1055,
+    "core": 2048,
     "graph": 7037,
     "modules": 552,
-    "rl": 2937,
-    "sft": 3950,
+    "nemo": 926,
+    "rl": 2942,
+    "sft": 3056,
     "testing": 206,
     "training": 7569,
-    "transport": 7751,
-    "weights": 5103,
-    "workers": 1528,
+    "transport": 7750,
+    "weights": 5123,
+    "workers": 1496,
 }
 """Lines of code of each package, and of the modules beside them, without docstrings, comments and blank lines.
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from raylane.errors import ConfigError
+from raylane.nemo.translate import translate
 from raylane.sft.data.mixing import rows_of_step
 from raylane.sft.data.prepare import prepare
-from raylane.sft.nemo.translate import translate
 from raylane.training.run.micro_batches import FixedRows, TokenBudget, cut_together, divide, division
 from raylane.workers.batch import BatchDict
 from sft import tiny_run

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from raylane.errors import ConfigError, DataError
+from raylane.nemo.translate import translate
 from raylane.sft.data import audit
 from raylane.sft.data.mixing import WeightedFiles, open_rows, open_training_rows, pack_by_file
 from raylane.sft.data.prepare import prepare
 from raylane.sft.data.prepared import PREPARED
-from raylane.sft.nemo.translate import translate
 from raylane.sft.run.planning import count_training_rows
 from sft import tiny_run
 

@@ -15,13 +15,13 @@ import torch
 
 from raylane.errors import ConfigError, WorkerCallError, WorkerGroupError
 from raylane.graph.plan.ir import DRIVER
-from raylane.sft.data.mixing import open_rows
-from raylane.sft.nemo import compiled_graph
-from raylane.sft.nemo.compiled_graph import (
+from raylane.nemo import compiled_graph
+from raylane.nemo.compiled_graph import (
     CompiledGraphWorkerGroup,
     get_compiled_graph_config,
     should_use_compiled_graph,
 )
+from raylane.sft.data.mixing import open_rows
 from raylane.sft.run.policy import SftPolicy
 from raylane.workers.batch import BatchDict
 from raylane.workers.compiled import CompiledWorkerGroup

@@ -14,9 +14,9 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from raylane.errors import ConfigError
+from raylane.nemo.dialect import NEMO_RL
 from raylane.sft.config.load import build_config, load_config
 from raylane.sft.config.starter import is_override, names_model, starter, starter_document
-from raylane.sft.nemo.dialect import NEMO_RL
 from sft.conversations import question, tokenizer, write_jsonl
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PROVEN = ROOT / "tests" / "proven.json"
 
-LAYERS = ("core", "transport", "graph", "workers", "weights", "training", "sft", "rl", "cli")
+LAYERS = ("core", "transport", "graph", "workers", "weights", "training", "sft", "rl", "nemo", "cli")
 """Packages of `src/raylane`, in an order in which each may import what stands to its left."""
 SIDE_BY_SIDE = frozenset({"sft", "rl"})
 """Packages that do not import each other, although one stands to the left of the other."""
@@ -39,12 +39,17 @@ REACHES_ABOVE = {
     "tests/core/traces/record.py": "graph",
     "tests/graph/test_operations.py": "workers",
     "tests/graph/test_references.py": "workers",
+    "tests/sft/test_dynamic.py": "nemo",
     "tests/sft/test_export.py": "cli",
+    "tests/sft/test_mixing.py": "nemo",
     "tests/sft/test_report.py": "cli",
+    "tests/sft/test_seed_defects.py": "nemo",
+    "tests/sft/test_starter.py": "nemo",
     "tests/transport/test_tls.py": "graph",
     "tests/transport/test_tracing.py": "cli",
     "tests/weights/test_readers.py": "cli",
     "tests/weights/test_weights.py": "cli",
+    "tests/workers/test_compiled.py": "nemo",
 }
 """Uppermost package of files that import a package above that of their folder; they run for it, too."""
 _OF_TRAINING = frozenset(
@@ -95,7 +100,7 @@ Their fast tests always run, and the types of all modules are always checked.
 """
 TESTING = "testing"
 """Folder of the tests of `raylane.testing`. They may import up to `workers`."""
-TRAINING = frozenset({"training", "sft", "rl"})
+TRAINING = frozenset({"training", "sft", "rl", "nemo"})
 """Folders with tests that compute without Ray: in the test process, or in plain processes as ranks."""
 ON_RAY = frozenset({"transport", "graph", "weights"})
 """Packages that the folders of `TRAINING` use in processes of Ray only: changes cannot break tests without Ray.

@@ -30,13 +30,13 @@ TOP = {"benchmarks", "cli", "examples", "gpu", "release", "vllm"}
     ("changed", "expected"),
     [
         ("src/raylane/cli/doctor.py", TOP),
-        ("src/raylane/sft/data/rows.py", TOP | {"sft"}),
-        ("src/raylane/rl/trainer.py", TOP | {"rl"}),
-        ("src/raylane/training/run/step.py", TOP | {"sft", "rl", "training"}),
+        ("src/raylane/sft/data/rows.py", TOP | {"sft", "nemo"}),
+        ("src/raylane/rl/trainer.py", TOP | {"rl", "nemo"}),
+        ("src/raylane/training/run/step.py", TOP | {"sft", "rl", "nemo", "training"}),
         ("src/raylane/weights/plan.py", TOP | {"weights"}),
-        ("src/raylane/workers/group.py", TOP | {"sft", "rl", "training", "weights", "workers", "testing"}),
+        ("src/raylane/workers/group.py", TOP | {"sft", "rl", "nemo", "training", "weights", "workers", "testing"}),
         ("src/raylane/graph/nodes.py", TOP | {"weights", "workers", "graph", "testing"}),
-        ("src/raylane/transport/api.py", {*affected.TESTED, "testing"} - {"core", "training", "sft", "rl"}),
+        ("src/raylane/transport/api.py", {*affected.TESTED, "testing"} - {"core", "training", "sft", "rl", "nemo"}),
         ("tests/sft/tiny_run.py", {"sft"}),
         ("tests/sft/test_of_sft.py", {"sft"}),
         ("examples/sft.yaml", {"examples", "cli", "sft"}),
@@ -53,7 +53,7 @@ def test_change_runs_its_package_and_those_above(changed: str, expected: set[str
 
 def test_change_of_what_acts_on_ray_leaves_out_tests_without_ray() -> None:
     for package in ("transport", "graph", "weights"):
-        assert folders_on_ray(f"src/raylane/{package}/module.py") == {"training", "sft", "rl"}
+        assert folders_on_ray(f"src/raylane/{package}/module.py") == {"training", "sft", "rl", "nemo"}
     assert folders_on_ray("src/raylane/workers/group.py") == set()
     assert folders_on_ray("src/raylane/graph/api.py", "src/raylane/sft/data/rows.py") == {"training", "rl"}
 
@@ -82,7 +82,7 @@ def test_change_below_everything_runs_everything(changed: str) -> None:
 def test_helpers_bring_the_folders_that_import_them() -> None:
     helpers = {"rl": frozenset({"sft"}), "vllm": frozenset({"rl"}), "sft": frozenset[str]()}
     assert folders("tests/sft/tiny_run.py", helpers=helpers) == {"sft", "rl", "vllm"}
-    assert folders("src/raylane/sft/config/load.py", helpers=helpers) == TOP | {"sft", "rl"}
+    assert folders("src/raylane/sft/config/load.py", helpers=helpers) == TOP | {"sft", "rl", "nemo"}
 
 
 def test_quarters_cover_all_files_in_four_landings() -> None:

@@ -165,6 +165,10 @@ def test_many_prefetched_versions_leave_the_own_one(apply: str) -> None:
     publisher.close()
 
 
+def no_memory(paths: dict[str, str]) -> None:
+    raise MemoryError
+
+
 def test_prefetches_that_break_off_neither_hold_nor_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     published = {"w": torch.zeros(1000)}
     copying, swapping = {"w": torch.zeros(1000)}, {"w": torch.zeros(1000)}
@@ -188,9 +192,10 @@ def test_prefetches_that_break_off_neither_hold_nor_let_go(monkeypatch: pytest.M
     assert first.update().version == 1
     assert copying["w"].eq(1).all()
 
-    with monkeypatch.context() as failing, pytest.raises(MemoryError):
-        failing.setattr(second, "_new_memory", lambda paths: (_ for _ in ()).throw(MemoryError))
-        second.prefetch()
+    with monkeypatch.context() as failing:
+        failing.setattr(second, "_new_memory", no_memory)
+        with pytest.raises(MemoryError):
+            second.prefetch()
     assert second.pending is None
     for number in (3, 4, 5):
         publish_next(number)

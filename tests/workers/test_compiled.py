@@ -16,9 +16,9 @@ import torch
 from tests.process_tools import stop
 
 from raylane.errors import WorkerCallError, WorkerGroupError, WorkerLostError
+from raylane.nemo.executors import CompiledGraphExecutor, MultiDPCompiledGraphExecutor
 from raylane.workers.batch import BatchDict
 from raylane.workers.compiled import CompiledWorkerGroup
-from raylane.workers.executors import CompiledGraphExecutor, MultiDPCompiledGraphExecutor
 from raylane.workers.group import STUCK_S, WorkerOptions
 from raylane.workers.sharding import NamedSharding
 from workers import seed_worker

@@ -49,7 +49,8 @@ def plan(config: GrpoRunConfig) -> str:
 
     loop, rollout, cluster, saving = config.grpo, config.rollout, config.cluster, config.checkpointing
     answers = loop.prompts_per_step * loop.samples_per_prompt
-    lag = {"sync": "of the newest weights", "one_step": "of the weights one step before"}
+    ages = {"sync": "of the newest weights", "one_step": "of the weights one step before"}
+    age = ages.get(loop.mode, f"at most {counted(loop.max_lag, 'step')} old")
     validates = f"every {loop.val_period} steps" if loop.val_period else "at the configured ends only"
     period = f"every {saving.save_period} steps and " * bool(saving.save_period)
     lines = [
@@ -57,8 +58,8 @@ def plan(config: GrpoRunConfig) -> str:
         ("steps", f"{loop.max_num_steps:,} of {loop.prompts_per_step} prompts x {loop.samples_per_prompt} answers"),
         (
             "answers",
-            f"{answers} a step, {lag.get(loop.mode, f'at most {counted(loop.max_lag, "step")} old')} (mode {loop.mode}), of at "
-            f"most {rollout.max_new_tokens} tokens, at temperature {rollout.temperature:g}",
+            f"{answers} a step, {age} (mode {loop.mode}), of at most {rollout.max_new_tokens} tokens, at "
+            f"temperature {rollout.temperature:g}",
         ),
         ("engines", f"{rollout.engines} x {rollout.engine}, {_devices(rollout.cpus, rollout.gpus)} each"),
         (

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write the configuration, print the report to standard error, and return 0 if nothing is left to do."""
     from raylane.errors import ConfigError
-    from raylane.sft.nemo.import_config import import_config
+    from raylane.nemo.import_config import import_config
 
     if wrong := [pair for pair in args.map if "=" not in pair]:
         raise ConfigError(f"--map {wrong[0]} is no NAME=PATH. Write the name of FILE, =, and a path")

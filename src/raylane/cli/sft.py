@@ -86,9 +86,9 @@ def load(args: argparse.Namespace) -> RunConfig:
 def read_command(args: argparse.Namespace) -> tuple[RunConfig, Starter | None]:
     """Return the configuration as `load` does, and what to write when a model and data stand in place of CONFIG."""
     with exit_on_interrupt(args.command):
+        from raylane.nemo.dialect import NEMO_RL
         from raylane.sft.config.load import load_config
         from raylane.sft.config.starter import names_model, starter
-        from raylane.sft.nemo.dialect import NEMO_RL
         from raylane.sft.run.places import check_places, fetch_models
 
     set_up_logging("info")  # the file names its own level, and reading the file may log already

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from raylane.errors import ConfigError
-from raylane.sft.nemo import translate
+from raylane.nemo import translate
 from raylane.training.config import keys
 from raylane.training.config.policy import CompiledGraphConfig, PolicyConfig
 from raylane.workers.compiled import DEFAULT_INFLIGHT, CompiledWorkerGroup

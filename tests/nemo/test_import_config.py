@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import yaml
 from tests.config_page import rules_markdown
+from tests.nemo.upstream_file import NEMO_FILE
 
 from raylane.errors import ConfigError
+from raylane.nemo.dialect import NEMO_RL
+from raylane.nemo.import_config import import_config
 from raylane.sft.config.load import load_config
-from raylane.sft.nemo.dialect import NEMO_RL
-from raylane.sft.nemo.import_config import import_config
-from sft.nemo_file import NEMO_FILE
 
 PAGE = Path(__file__).parents[2] / "docs/howto/from-nemo-rl.md"
 

@@ -16,11 +16,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from raylane.errors import ConfigError
+from raylane.nemo import translate
+from raylane.nemo.keys import is_nemo_key, refusal
 from raylane.sft.config.load import build_config
 from raylane.sft.config.schema import RunConfig
 from raylane.sft.data.spans import can_be_searched, has_marks
-from raylane.sft.nemo import translate
-from raylane.sft.nemo.keys import is_nemo_key, refusal
 from raylane.training.config import keys, overrides
 from raylane.training.config.load import differences
 from raylane.training.config.megatron_limits import megatron_problems

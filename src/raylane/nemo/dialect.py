@@ -6,8 +6,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from raylane.sft.nemo.keys import is_nemo_key, refusal
-from raylane.sft.nemo.translate import is_from_nemo_rl, read_document
+from raylane.nemo.keys import is_nemo_key, refusal
+from raylane.nemo.translate import is_from_nemo_rl, read_document
 from raylane.training.config.load import Dialect
 
 _log = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from raylane.sft.nemo.keys import OPTIMIZER_RULES
+from raylane.nemo.keys import OPTIMIZER_RULES
 
 _PREFIX = "torch.optim.lr_scheduler."
 

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.nemo.upstream_file import NEMO_FILE
 
 from raylane.errors import ConfigError
+from raylane.nemo.dialect import NEMO_RL
+from raylane.nemo.keys import OTHERWISE, RENAMES, RULES, is_nemo_key, refusal
+from raylane.nemo.translate import Problem, translate
 from raylane.sft.config.load import load_config
 from raylane.sft.config.schema import RunConfig
-from raylane.sft.nemo.dialect import NEMO_RL
-from raylane.sft.nemo.keys import OTHERWISE, RENAMES, RULES, is_nemo_key, refusal
-from raylane.sft.nemo.translate import Problem, translate
 from raylane.training.config.keys import key_paths
 from raylane.training.config.overrides import read_yaml
 from sft.conversations import document
-from sft.nemo_file import NEMO_FILE
 
 OWN_DATA = ["data.train=train.jsonl", "data.validation=held_out.jsonl"]
 
@@ -108,7 +108,7 @@ def test_mandatory_value_that_is_missing_is_named(own_file: Path) -> None:
         ({"logger": {"mlflow_enabled": True}}, "MLflow is not supported"),
         ({"checkpointing": {"checkpoint_must_save_by": "0:1:0:0"}}, "send SIGTERM when time is up"),
         ({"cluster": {"segment_size": 4}}, "placement by NVLink domain is not supported"),
-        ({"grpo": {"num_steps": 1}}, "supervised fine-tuning only"),
+        ({"grpo": {"num_steps": 1}}, "write one for `raylane grpo`"),
         ({"sft": {"num_steps": 1, "max_num_steps": 2}}, r"sft\.max_num_steps=2 is set too"),
     ],
 )

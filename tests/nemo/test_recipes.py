@@ -1,6 +1,6 @@
 """Import of NeMo-RL's fine-tuning recipes: which are complete with local paths for names, and what the others lack.
 
-nemo_recipes.txt has their keys and values.
+recipes.txt has their keys and values.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
+from raylane.nemo.dialect import NEMO_RL
+from raylane.nemo.import_config import ImportedConfig, import_config
 from raylane.sft.config.load import load_config
-from raylane.sft.nemo.dialect import NEMO_RL
-from raylane.sft.nemo.import_config import ImportedConfig, import_config
 
 PROMPT = "examples/prompts/math.txt"
 DATA_SETS = ("squad", "OpenMathInstruct-2", "tulu3_sft_mixture", "Nemotron-Cascade-2-SFT-Math", "clevr-cogent")
@@ -31,7 +31,7 @@ def recipes() -> dict[str, dict[str, Any]]:
     """Return the keys and values of each recipe."""
     parts: dict[str, dict[str, Any]] = {}
     name = ""
-    for line in Path(__file__).with_name("nemo_recipes.txt").read_text().splitlines():
+    for line in Path(__file__).with_name("recipes.txt").read_text().splitlines():
         if line.startswith("["):
             name = line.strip("[]")
             parts[name] = dict(parts["sft.yaml"]) if "sft.yaml" in parts else {}

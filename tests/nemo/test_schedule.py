@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from raylane.sft.nemo.schedule import InexactScheduleError, is_torch_scheduler, translate_scheduler
-from raylane.sft.nemo.translate import translate
+from raylane.nemo.schedule import InexactScheduleError, is_torch_scheduler, translate_scheduler
+from raylane.nemo.translate import translate
 from raylane.training.config.policy import SchedulerConfig
 from raylane.training.model.optim import learning_rate
 

@@ -17,15 +17,15 @@ from types import MappingProxyType
 from typing import Any
 
 from raylane.errors import ConfigError
-from raylane.sft.nemo.keys import DATA_SET_RULES, OTHERWISE, RENAMES, RULES
-from raylane.sft.nemo.schedule import (
+from raylane.nemo.keys import DATA_SET_RULES, OTHERWISE, RENAMES, RULES
+from raylane.nemo.schedule import (
     InexactScheduleError,
     is_torch_scheduler,
     megatron_optimizer,
     megatron_schedule,
     translate_scheduler,
 )
-from raylane.sft.nemo.values import (
+from raylane.nemo.values import (
     ADAPTER_LAYERS,
     HUB_COLUMNS,
     MARKED_TEMPLATES,

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.nemo.upstream_file import NEMO_FILE
 
+from raylane.nemo.dialect import NEMO_RL
+from raylane.nemo.import_config import import_config
+from raylane.nemo.translate import translate
 from raylane.sft.config.load import build_config, load_config
-from raylane.sft.nemo.dialect import NEMO_RL
-from raylane.sft.nemo.import_config import import_config
-from raylane.sft.nemo.translate import translate
 from raylane.training.model.optim import learning_rate
-from sft.nemo_file import NEMO_FILE
 
 OPTIMIZER = {
     "optimizer": "adam",
