@@ -12,6 +12,8 @@ import pytest
 from tests.suite.affected import LAYERS, SIDE_BY_SIDE
 from tests.suite.imports import imports_of
 
+from raylane.core.state_table import StateTable, unchanged
+
 SRC = Path(__file__).parents[2] / "src" / "raylane"
 BASE = {"errors", "_ray"}
 ROOMS = {
@@ -268,3 +270,20 @@ def test_the_door_names_what_it_uses_and_all_of_it_is_there() -> None:
         if name not in Path(sys.modules[node.__module__].__file__ or "").read_text():
             missing.append(f"{node.__name__}.{name}")
     assert not missing, f"Ray {ray.__version__} has no {', '.join(missing)}; checked on {_ray.CHECKED_ON}: see _ray.py"
+
+
+def test_tables_of_states_have_one_law() -> None:
+    tables, wrong = 0, []
+    for path in modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Assign) and any(
+                name.endswith("TRANSITIONS") for name in map(ast.unparse, node.targets)
+            ):
+                tables += 1
+                wrong += [f"{path}: no StateTable"] * (not ast.unparse(node.value).startswith("StateTable("))
+            elif isinstance(node, ast.Attribute) and ast.unparse(node).endswith("TRANSITIONS.get"):
+                wrong.append(f"{path}:{node.lineno}: a missing pair must raise")
+    assert tables == 7
+    assert not wrong
+    with pytest.raises(KeyError, match=r"Age\.YOUNG cannot happen in old\. This is a defect"):
+        StateTable({("new", "Age.OLD"): "old", **unchanged("old", ["Age.OLD"])})["old", "Age.YOUNG"]

@@ -18,17 +18,17 @@ LONG_FUNCTIONS: dict[str, str] = {}
 PACKAGE = ROOT / "src" / "raylane"
 BUDGETS = {
     "cli": 1055,
-    "core": 2048,
-    "graph": 7037,
+    "core": 2058,
+    "graph": 7044,
     "modules": 552,
     "nemo": 926,
-    "rl": 2942,
+    "rl": 2945,
     "sft": 3056,
     "testing": 206,
     "training": 7569,
     "transport": 7750,
-    "weights": 5123,
-    "workers": 1496,
+    "weights": 5139,
+    "workers": 1499,
 }
 """Lines of code of each package, and of the modules beside them, without docstrings, comments and blank lines.
 

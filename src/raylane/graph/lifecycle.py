@@ -22,6 +22,7 @@ from __future__ import annotations
 import enum
 import threading
 
+from raylane.core.state_table import StateTable
 from raylane.errors import GraphError
 
 
@@ -48,23 +49,26 @@ class Event(enum.Enum):
 
 _ENDING = {Event.FAIL, Event.LEAVE, Event.OWNER_GONE}
 
-TRANSITIONS: dict[tuple[State, Event], State] = {
-    (State.RUNNING, Event.FAIL): State.FAILED,
-    (State.RUNNING, Event.LEAVE): State.LEAVING,
-    (State.RUNNING, Event.OWNER_GONE): State.ORPHANED,
-    # The first reason to end is the one that counts, except that nobody is left to report to once the owner is gone.
-    **{(State.FAILED, event): State.FAILED for event in _ENDING},
-    (State.LEAVING, Event.FAIL): State.LEAVING,
-    (State.LEAVING, Event.LEAVE): State.LEAVING,
-    (State.LEAVING, Event.OWNER_GONE): State.ORPHANED,
-    **{(State.ORPHANED, event): State.ORPHANED for event in _ENDING},
-    **{(State.CLOSED, event): State.CLOSED for event in (*_ENDING, Event.CLOSE)},
-    **{(state, Event.CLOSE): State.CLOSED for state in (State.RUNNING, State.FAILED, State.LEAVING, State.ORPHANED)},
-    **{(state, Event.FORK): State.FORKED for state in State},
-    # A forked child shares memory with its parent: nothing that happens later may touch it.
-    **{(State.FORKED, event): State.FORKED for event in (*_ENDING, Event.CLOSE)},
-}
-"""Next state by state and event. A pair that is missing raises KeyError: it is a defect of raylane."""
+TRANSITIONS = StateTable(
+    {
+        (State.RUNNING, Event.FAIL): State.FAILED,
+        (State.RUNNING, Event.LEAVE): State.LEAVING,
+        (State.RUNNING, Event.OWNER_GONE): State.ORPHANED,
+        # The first reason to end counts, except that nobody is left to report to once the owner is gone.
+        **{(State.FAILED, event): State.FAILED for event in _ENDING},
+        (State.LEAVING, Event.FAIL): State.LEAVING,
+        (State.LEAVING, Event.LEAVE): State.LEAVING,
+        (State.LEAVING, Event.OWNER_GONE): State.ORPHANED,
+        **{(State.ORPHANED, event): State.ORPHANED for event in _ENDING},
+        **{(State.CLOSED, event): State.CLOSED for event in (*_ENDING, Event.CLOSE)},
+        **{
+            (state, Event.CLOSE): State.CLOSED for state in (State.RUNNING, State.FAILED, State.LEAVING, State.ORPHANED)
+        },
+        **{(state, Event.FORK): State.FORKED for state in State},
+        # A forked child shares memory with its parent: nothing that happens later may touch it.
+        **{(State.FORKED, event): State.FORKED for event in (*_ENDING, Event.CLOSE)},
+    }
+)
 
 
 class ExecutorState(enum.IntEnum):
@@ -83,14 +87,15 @@ class ExecutorEvent(enum.Enum):
     STOP = "stop"
 
 
-EXECUTOR_TRANSITIONS: dict[tuple[ExecutorState, ExecutorEvent], ExecutorState] = {
-    (ExecutorState.READY, ExecutorEvent.BLOCK): ExecutorState.BLOCKED,
-    (ExecutorState.BLOCKED, ExecutorEvent.RESUME): ExecutorState.READY,
-    **{(state, ExecutorEvent.STOP): ExecutorState.STOPPED for state in ExecutorState},
-    # A method that is running when the graph ends still sends its result.
-    **{(ExecutorState.STOPPED, event): ExecutorState.STOPPED for event in ExecutorEvent},
-}
-"""Next state of an executor. A blocked executor that blocks, or a ready one that resumes, is a defect: KeyError."""
+EXECUTOR_TRANSITIONS = StateTable(
+    {
+        (ExecutorState.READY, ExecutorEvent.BLOCK): ExecutorState.BLOCKED,
+        (ExecutorState.BLOCKED, ExecutorEvent.RESUME): ExecutorState.READY,
+        **{(state, ExecutorEvent.STOP): ExecutorState.STOPPED for state in ExecutorState},
+        # A method that is running when the graph ends still sends its result.
+        **{(ExecutorState.STOPPED, event): ExecutorState.STOPPED for event in ExecutorEvent},
+    }
+)
 
 
 class Lifecycle:

@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
+from raylane.core.state_table import StateTable, unchanged
 from raylane.errors import WeightsError, WeightsLayoutError, WeightsLostError
 from raylane.weights.delta import DeltaOptions, Run, runs_of
 from raylane.weights.layout import Layout, StoredLayout, store
@@ -49,14 +50,20 @@ class VersionEvent(enum.Enum):
     KEEPER_DIED = enum.auto()
 
 
-TRANSITIONS = {
-    (VersionState.OPEN, VersionEvent.ALL_DONE): VersionState.COMMITTED,
-    (VersionState.OPEN, VersionEvent.OTHER_STEP): VersionState.SUPERSEDED,
-    (VersionState.OPEN, VersionEvent.KEEPER_DIED): VersionState.LOST,
-    (VersionState.COMMITTED, VersionEvent.SLOT_TAKEN): VersionState.RETIRED,
-    (VersionState.COMMITTED, VersionEvent.KEEPER_DIED): VersionState.LOST,
-}
-"""Next state by state and event; a pair that is missing does not change the state."""
+TRANSITIONS = StateTable(
+    {
+        (VersionState.OPEN, VersionEvent.ALL_DONE): VersionState.COMMITTED,
+        (VersionState.OPEN, VersionEvent.OTHER_STEP): VersionState.SUPERSEDED,
+        (VersionState.COMMITTED, VersionEvent.SLOT_TAKEN): VersionState.RETIRED,
+        **{
+            (state, VersionEvent.KEEPER_DIED): VersionState.LOST
+            for state in (VersionState.OPEN, VersionState.COMMITTED)
+        },
+        # Versions that have ended stay listed until the next one begins.
+        **unchanged(VersionState.SUPERSEDED, [VersionEvent.KEEPER_DIED]),
+        **unchanged(VersionState.LOST, [VersionEvent.KEEPER_DIED]),
+    }
+)
 
 
 @dataclass
@@ -141,7 +148,7 @@ class Version:
 
     def advance(self, event: VersionEvent) -> None:
         """Change the state as the table says."""
-        self.state = TRANSITIONS.get((self.state, event), self.state)
+        self.state = TRANSITIONS[self.state, event]
 
     def missing(self) -> list[int]:
         """Return the ranks that have not written their boxes."""
@@ -261,7 +268,7 @@ class Ledger:
         start.members = members
 
     def _complete(self, start: Start) -> None:
-        if start.missing():
+        if start.state is not StartState.FORMING or start.missing():
             return
         try:
             self._generation_of(start.members)

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from raylane.core.place import here
+from raylane.core.state_table import StateTable, unchanged
 
 LEASE_S = 20.0
 """Seconds for which a reader is waited for although its keeper does not answer."""
@@ -96,15 +97,20 @@ class LeaseEvent(enum.Enum):
 
 
 ENDS = (LeaseEvent.LEFT, LeaseEvent.PROCESS_ENDED, LeaseEvent.HOST_ENDED)
-TRANSITIONS = {
-    (LeaseState.UNSEEN, LeaseEvent.RENEWED): LeaseState.HELD,
-    (LeaseState.UNSEEN, LeaseEvent.OVERDUE): LeaseState.EXPIRED,
-    (LeaseState.HELD, LeaseEvent.MISSED): LeaseState.UNSEEN,
-    (LeaseState.EXPIRED, LeaseEvent.RENEWED): LeaseState.HELD,
-    (LeaseState.EXPIRED, LeaseEvent.CALLED): LeaseState.UNSEEN,
-    **{(state, event): LeaseState.ENDED for state in LeaseState for event in ENDS},
-}
-"""Next state by state and event; a pair that is missing does not change the state."""
+TRANSITIONS = StateTable(
+    {
+        (LeaseState.HELD, LeaseEvent.MISSED): LeaseState.UNSEEN,
+        **unchanged(LeaseState.HELD, (LeaseEvent.RENEWED, LeaseEvent.CALLED)),
+        (LeaseState.UNSEEN, LeaseEvent.RENEWED): LeaseState.HELD,
+        (LeaseState.UNSEEN, LeaseEvent.OVERDUE): LeaseState.EXPIRED,
+        # A call is no answer of the keeper.
+        **unchanged(LeaseState.UNSEEN, (LeaseEvent.CALLED, LeaseEvent.MISSED)),
+        (LeaseState.EXPIRED, LeaseEvent.RENEWED): LeaseState.HELD,
+        (LeaseState.EXPIRED, LeaseEvent.CALLED): LeaseState.UNSEEN,
+        **unchanged(LeaseState.EXPIRED, (LeaseEvent.MISSED, LeaseEvent.OVERDUE)),
+        **{(state, event): LeaseState.ENDED for state in LeaseState for event in ENDS},
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -178,7 +184,7 @@ class NamedReaders:
             self._readers[key] = Reader(key, now_s, self._newest)
         reader = self._readers[key]
         reader.seen_s = now_s
-        reader.lease = TRANSITIONS.get((reader.lease, LeaseEvent.CALLED), reader.lease)
+        reader.lease = TRANSITIONS[reader.lease, LeaseEvent.CALLED]
         if version is not None and self._is_newer(version, reader.version):
             reader.version, new = version, True
         return new
@@ -216,11 +222,11 @@ class NamedReaders:
             if reader is None:
                 continue
             before = reader.lease
-            reader.lease = TRANSITIONS.get((before, event), before)
+            reader.lease = TRANSITIONS[before, event]
             if event is LeaseEvent.RENEWED:
                 reader.seen_s = now_s
             elif event is LeaseEvent.MISSED and now_s - reader.seen_s >= LEASE_S:
-                reader.lease = TRANSITIONS.get((reader.lease, LeaseEvent.OVERDUE), reader.lease)
+                reader.lease = TRANSITIONS[reader.lease, LeaseEvent.OVERDUE]
             if reader.lease is LeaseState.ENDED:
                 del self._readers[key]
                 if event is LeaseEvent.LEFT:

@@ -17,6 +17,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from raylane.core.state_table import StateTable
 from raylane.weights.delta import DeltaOptions
 from raylane.weights.layout import Layout
 
@@ -95,13 +96,14 @@ class StartEvent(enum.Enum):
     NEWER_START = enum.auto()
 
 
-START_TRANSITIONS = {
-    (StartState.FORMING, StartEvent.ALL_REGISTERED): StartState.COMPLETE,
-    (StartState.FORMING, StartEvent.MISFIT): StartState.REFUSED,
-    (StartState.FORMING, StartEvent.NEWER_START): StartState.REPLACED,
-    (StartState.COMPLETE, StartEvent.NEWER_START): StartState.REPLACED,
-}
-"""Next state by state and event; a pair that is missing does not change the state."""
+START_TRANSITIONS = StateTable(
+    {
+        (StartState.FORMING, StartEvent.ALL_REGISTERED): StartState.COMPLETE,
+        (StartState.FORMING, StartEvent.MISFIT): StartState.REFUSED,
+        (StartState.FORMING, StartEvent.NEWER_START): StartState.REPLACED,
+        (StartState.COMPLETE, StartEvent.NEWER_START): StartState.REPLACED,
+    }
+)
 
 
 class Age(enum.Enum):
@@ -195,7 +197,7 @@ class Start:
 
     def advance(self, event: StartEvent) -> None:
         """Change the state as the table says."""
-        self.state = START_TRANSITIONS.get((self.state, event), self.state)
+        self.state = START_TRANSITIONS[self.state, event]
 
     def asked(self, registration: RankRegistration) -> list[PublisherKey]:
         """Return the publishers of which the catalogue must know whether they have ended, before it decides."""

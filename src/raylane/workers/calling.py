@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import enum
 
+from raylane.core.state_table import StateTable
+
 
 class Calling(enum.Enum):
     """Way in which a group sends its calls."""
@@ -33,16 +35,17 @@ class CallingEvent(enum.Enum):
     RESTART = "restart"
 
 
-CALLING_TRANSITIONS: dict[tuple[Calling, CallingEvent], Calling] = {
-    (Calling.UNTRIED, CallingEvent.COMPILE): Calling.COMPILED,
-    (Calling.UNTRIED, CallingEvent.FALL_BACK): Calling.PLAIN,
-    (Calling.COMPILED, CallingEvent.COMPILE): Calling.COMPILED,
-    (Calling.COMPILED, CallingEvent.GRAPH_ENDED): Calling.UNSETTLED,
-    # Workers that are not in an ended call get graphs of their own meanwhile.
-    (Calling.UNSETTLED, CallingEvent.COMPILE): Calling.UNSETTLED,
-    (Calling.UNSETTLED, CallingEvent.GRAPH_ENDED): Calling.UNSETTLED,
-    (Calling.UNSETTLED, CallingEvent.SETTLE): Calling.COMPILED,
-    **{(state, CallingEvent.RESTART): state for state in (Calling.PLAIN, Calling.UNTRIED, Calling.COMPILED)},
-    (Calling.UNSETTLED, CallingEvent.RESTART): Calling.COMPILED,
-}
-"""Next state by state and event. A pair that is missing raises KeyError: it is a defect of raylane."""
+CALLING_TRANSITIONS = StateTable(
+    {
+        (Calling.UNTRIED, CallingEvent.COMPILE): Calling.COMPILED,
+        (Calling.UNTRIED, CallingEvent.FALL_BACK): Calling.PLAIN,
+        (Calling.COMPILED, CallingEvent.COMPILE): Calling.COMPILED,
+        (Calling.COMPILED, CallingEvent.GRAPH_ENDED): Calling.UNSETTLED,
+        # Workers that are not in an ended call get graphs of their own meanwhile.
+        (Calling.UNSETTLED, CallingEvent.COMPILE): Calling.UNSETTLED,
+        (Calling.UNSETTLED, CallingEvent.GRAPH_ENDED): Calling.UNSETTLED,
+        (Calling.UNSETTLED, CallingEvent.SETTLE): Calling.COMPILED,
+        **{(state, CallingEvent.RESTART): state for state in (Calling.PLAIN, Calling.UNTRIED, Calling.COMPILED)},
+        (Calling.UNSETTLED, CallingEvent.RESTART): Calling.COMPILED,
+    }
+)

@@ -26,6 +26,8 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from raylane.core.state_table import StateTable
+
 ORDERS = ("fifo", "newest")
 DELIVERIES = ("at_least_once", "at_most_once")
 
@@ -61,19 +63,20 @@ class ItemEvent(enum.Enum):
     """A member of its group cannot come any more."""
 
 
-TRANSITIONS = {
-    (ItemState.WAITING, ItemEvent.GROUP_COMPLETE): ItemState.READY,
-    (ItemState.READY, ItemEvent.TAKEN): ItemState.LEASED,
-    (ItemState.LEASED, ItemEvent.ACKNOWLEDGED): ItemState.DONE,
-    (ItemState.LEASED, ItemEvent.RETURNED): ItemState.READY,
-    (ItemState.READY, ItemEvent.TOO_OLD): ItemState.STALE,
-    **{
-        (state, event): ItemState.LOST
-        for state in (ItemState.WAITING, ItemState.READY, ItemState.LEASED)
-        for event in (ItemEvent.MEMORY_LOST, ItemEvent.GROUP_BROKEN)
-    },
-}
-"""Next state by state and event; a pair that is missing is a bug."""
+TRANSITIONS = StateTable(
+    {
+        (ItemState.WAITING, ItemEvent.GROUP_COMPLETE): ItemState.READY,
+        (ItemState.READY, ItemEvent.TAKEN): ItemState.LEASED,
+        (ItemState.LEASED, ItemEvent.ACKNOWLEDGED): ItemState.DONE,
+        (ItemState.LEASED, ItemEvent.RETURNED): ItemState.READY,
+        (ItemState.READY, ItemEvent.TOO_OLD): ItemState.STALE,
+        **{
+            (state, event): ItemState.LOST
+            for state in (ItemState.WAITING, ItemState.READY, ItemState.LEASED)
+            for event in (ItemEvent.MEMORY_LOST, ItemEvent.GROUP_BROKEN)
+        },
+    }
+)
 ENDED = (ItemState.DONE, ItemState.STALE, ItemState.LOST)
 
 
