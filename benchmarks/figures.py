@@ -13,7 +13,7 @@ from collections.abc import Callable
 from benchmarks import goals
 from benchmarks.goals import CPU
 from benchmarks.graph import cases as graph_cases
-from benchmarks.graph.cases import BESIDE, BLOCKING, CALLS, COMPILED, RAYLANE, WAKE_UPS
+from benchmarks.graph.cases import BLOCKING, CALLS, COMPILED, RAYLANE, WAKE_UPS
 from benchmarks.rl import cases as rl_cases
 from benchmarks.runs import ROOT, Runs, factor, goal_table, table, time
 from benchmarks.sft import cases as sft_cases
@@ -153,24 +153,6 @@ def transfers() -> str:
     return table(["tensor", *CONTENDERS.values(), "over the store", "over the better RDT"], rows)
 
 
-def transfer_cpu() -> str:
-    """Return the CPU time of one call with a tensor of 100 MB."""
-    runs = Runs("transfer")
-    return table([*CONTENDERS.values()], [[time(runs.get("100MB", name, CPU)) for name in CONTENDERS]])
-
-
-def transfer_others() -> str:
-    """Return the table of the other workloads of transfers, and of lower limits."""
-    runs = Runs("transfer")
-    names = CONTENDERS | {"ray:plain": "plain call"} | BARE
-    rows = []
-    for case, contender in runs.of_all:
-        alone = not re.fullmatch(SIZES, case)
-        if alone or contender in BARE:
-            rows.append([case, names[contender], runs.times(case, contender), time(runs.get(case, contender, CPU))])
-    return table(["case", "contender", "p50 / p99", "CPU of one call, all processes"], rows)
-
-
 def graphs() -> str:
     """Return the table of compiled graphs."""
     runs = Runs("graph")
@@ -181,20 +163,6 @@ def graphs() -> str:
         rows.append([pattern, *times, factor(runs.ratio(case, COMPILED, RAYLANE)), cpu])
     head = ["pattern", "raylane", "Ray compiled graph", "Ray calls", "bare wake-ups", "over the compiled graph"]
     return table([*head, "CPU per call, raylane / compiled graph"], rows)
-
-
-def graph_values() -> str:
-    """Return the table of values that go through a graph of one actor and back."""
-    runs = Runs("graph")
-    rows = [
-        [
-            case.removeprefix("values-"),
-            *(runs.times(case, name) for name in (RAYLANE, COMPILED)),
-            factor(runs.ratio(case, COMPILED, RAYLANE)),
-        ]
-        for case in runs.cases("values-.*")
-    ]
-    return table(["value", "raylane", "Ray compiled graph", "factor"], rows)
 
 
 def graph_busy() -> str:
@@ -218,22 +186,6 @@ def collectives() -> str:
     return table(["actors", "raylane", "in method (gloo)", "Ray's graph"], rows)
 
 
-def graph_more() -> str:
-    """Return further figures of graphs."""
-    runs = Runs("graph")
-    idle = [f"{runs.get('idle-8', name, 'cpu_s'):.2f} s" for name in (RAYLANE, CALLS, COMPILED)]
-    beside = [time(runs.get("beside-150", name)) for name in (BESIDE, RAYLANE)]
-    step = [time(runs.get("step-20ms", name)) for name in (RAYLANE, graph_cases.LOOP)]
-    return "\n".join(
-        [
-            f"- CPU time of eight idle actors over 10 s: {idle[0]} with a raylane graph, {idle[1]} without a graph, "
-            f"{idle[2]}\n  with Ray's compiled graph.",
-            f"- One graph beside 150 idle ones on the same actor: {beside[0]}, alone {beside[1]}.",
-            f"- A step of a small torch network on 2 actors, 2 in flight: {step[0]}, a loop in the worker {step[1]}.",
-        ]
-    )
-
-
 def steps() -> str:
     """Return the table of overheads of a step."""
     runs = Runs("sft")
@@ -248,34 +200,6 @@ def steps() -> str:
         for case in runs.cases("noop-.*")
     ]
     return table(["case", "compiled", "rpc", "Ray", "rpc / compiled", "CPU per step: compiled, rpc, Ray"], rows)
-
-
-def steps_of_20ms() -> str:
-    """Return the table of steps that compute for 20 ms."""
-    runs = Runs("sft")
-    rows = []
-    for case in runs.cases("step20ms-.*"):
-        cells = [f"`{case}`"]
-        for name in ("loop", "compiled", "rpc", "ray:compiled"):
-            step, work = (time(runs.get(case, name, field)) for field in ("step_us", "work_us"))
-            over = runs.ratio(case, name, "loop", "step_us")
-            more = f", {over.median - 1:+.1%} ({over.least - 1:+.1%} to {over.most - 1:+.1%})" if name != "loop" else ""
-            cells.append(f"{step} ({work}){more}")
-        rows.append(cells)
-    return table(["case", "loop: a step (its work)", "compiled", "rpc", "Ray"], rows)
-
-
-def training() -> str:
-    """Return the table of training: tokens per second, of the plain loop."""
-    runs = Runs("sft")
-    rows = []
-    for case in runs.cases("train-.|pp2"):
-        for _, name in (key for key in runs.of_all if key[0] == case):
-            rate = runs.measured(lambda records, case=case, name=name: records[case, name]["tokens_per_s"])  # type: ignore[misc]
-            of_plain = factor(runs.ratio(case, name, "plain", "tokens_per_s")) if name != "plain" else ""
-            shown = f"{rate.median:,.0f} ({rate.least:,.0f} to {rate.most:,.0f})"
-            rows.append([f"`{case}`", f"`{name}`", shown, of_plain, runs.times(case, name)])
-    return table(["case", "contender", "tokens/s", "of plain", "p50 / p99 of a step"], rows)
 
 
 def weights() -> str:
@@ -312,18 +236,12 @@ PARTS: dict[str, Callable[[], str]] = {
     "overview": overview,
     "machine": machine,
     "transfers": transfers,
-    "transfer_cpu": transfer_cpu,
-    "transfer_others": transfer_others,
     "transfer_goals": lambda: _goals("transfer", transfer_cases.GOALS),
     "graphs": graphs,
-    "graph_values": graph_values,
     "graph_busy": graph_busy,
-    "graph_more": graph_more,
     "collectives": collectives,
     "graph_goals": lambda: _goals("graph", graph_cases.GOALS),
     "steps": steps,
-    "steps_of_20ms": steps_of_20ms,
-    "training": training,
     "sft_goals": lambda: _goals("sft", sft_cases.GOALS),
     "weights": weights,
     "weights_goals": lambda: goal_table(Runs("weights").goals(weights_cases.goals)),

@@ -128,17 +128,21 @@ def table(head: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def goal_table(goals: Iterable[Sequence[Goal]]) -> str:
-    """Return goals as a table: each of them with its values in all runs."""
-    rows = []
+    """Return the number of goals that were reached in all runs, and the others as a table with their values."""
+    rows, goals = [], list(goals)
     for same in goals:
-        first = same[0]
+        first, count = same[0], sum(goal.reached for goal in same)
+        if count == len(same):
+            continue
         value = Measured.of([goal.value for goal in same])
         shown = f"{value.median:.2f}"
         if len(same) > 1:
             shown += f" ({value.least:.2f} to {value.most:.2f})"
         bound = "at least" if first.at_least else "at most"
-        count = sum(goal.reached for goal in same)
-        verdict = "reached" if count == len(same) else f"**missed** in {len(same) - count} of {len(same)}"
-        verdict = "**missed**" if not count else verdict
-        rows.append([first.case, first.text, f"{shown} {first.unit}", f"{bound} {first.limit:g} {first.unit}", verdict])
-    return table(["case", "figure", "measured", "goal", ""], rows)
+        runs = "" if not count else f" in {len(same) - count} of {len(same)} runs"
+        goal = f"{bound} {first.limit:g} {first.unit}"
+        rows.append([first.case, first.text, f"{shown} {first.unit}", goal, f"missed{runs}"])
+    reached = f"Of {len(goals)} targets {len(goals) - len(rows)} were reached"
+    if not rows:
+        return f"{reached}."
+    return f"{reached}; the others:\n\n" + table(["case", "figure", "measured", "goal", ""], rows)

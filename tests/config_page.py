@@ -1,14 +1,13 @@
-"""Pages docs/reference/sft-config.md and grpo-config.md, made from the schemas, so that they are never out of date.
+"""Pages docs/reference/{training,sft,grpo}-config.md, made from the schemas, so that they are never out of date.
 
-`python tests/config_page.py > docs/reference/sft-config.md` writes the first page, with the argument grpo the
-second; tests compare the files with the output.
+`python tests/config_page.py` writes them; tests compare the files with the output. The first page has the keys that
+both kinds of training have with the same meaning, the others have the rest.
 """
 
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
@@ -20,61 +19,85 @@ from raylane.nemo.keys import RENAMES, RULES
 from raylane.rl.config import GrpoRunConfig
 from raylane.sft.config.schema import RunConfig
 
-HEAD = """# Configuration of a fine-tuning run
+PAGES = Path(__file__).parents[1] / "docs" / "reference"
+HEADS = {
+    "training": """# Configuration of a training
 
-Generated from the code by `python tests/config_page.py`; do not edit.
+Generated from the code by `python tests/config_page.py`; do not edit. Keys of fine-tuning and of GRPO; each has
+[more](sft-config.md) [keys](grpo-config.md) of its own.
 
 A run is one YAML file. `defaults: base.yaml` (or a list of files, relative to this one) merges it over other files.
 Every key can also be set on the command line:
 
 | override | meaning |
 |---|---|
-| `policy.max_grad_norm=0.5` | sets a key of this page, or a key that the file has set in an open mapping |
+| `policy.max_grad_norm=0.5` | sets a key of these pages, or a key that the file has set in an open mapping |
 | `+policy.hf_config_overrides.rope_theta=1e6` | adds a new key to an open mapping |
 | `++policy.hf_config_overrides.rope_theta=1e6` | sets or adds, whichever applies |
 | `~logger.log_dir` | removes a key that the file has set, so that its default applies |
 
 Values are YAML: `null`, `true`, `3e-4`, `[a, b]`, `{a: 1}`. `${policy.model_name}` stands for the value of another key,
 and `${mul:a,b}` (also `add`, `div`, `max`) for a computed one (write `\\${` for a literal `${`). The value `???` must
-be overridden. A key that is not on this page is an error that suggests the nearest known key. Relative paths start at
+be overridden. A key that is not on these pages is an error that suggests the nearest known key. Relative paths start at
 the working directory.
 
 Key names are those of NeMo-RL where the meaning is the same; differences are noted below. Files and command lines of
 NeMo-RL are understood: see [Move from NeMo-RL](../howto/from-nemo-rl.md).
-"""
+""",
+    "sft": """# Configuration of a fine-tuning run
 
+Generated from the code by `python tests/config_page.py`; do not edit. Beside these a run has
+[the keys of every training](training-config.md), where overrides and `defaults:` are explained too.
+""",
+    "grpo": """# Configuration of a GRPO run
 
-GRPO_HEAD = """# Configuration of a GRPO run
-
-Generated from the code by `python tests/config_page.py grpo`; do not edit.
-
-A run is one YAML file; overrides, `defaults:` and `${...}` work as [in fine-tuning](sft-config.md). The sections
-`policy`, `checkpointing`, `logger` and `cluster` are those of fine-tuning too. A micro-batch has
+Generated from the code by `python tests/config_page.py`; do not edit. Beside these a run has
+[the keys of every training](training-config.md), where overrides and `defaults:` are explained too. A micro-batch has
 `policy.train_micro_batch_size` answers; `policy.train_global_batch_size` is not used, but must divide as in
 fine-tuning.
-"""
+""",
+}
+Rows = dict[str, str]
+"""Rows of the table of a section, by key."""
 
 
-def reference_markdown(root: type[BaseModel] = RunConfig) -> str:
-    """Return the whole page of a kind of run."""
-    return "\n".join([HEAD if root is RunConfig else GRPO_HEAD, *_sections(root, "")]).rstrip() + "\n"
+def reference_markdown(page: str) -> str:
+    """Return a whole page, by its key in HEADS."""
+    sft, grpo = _sections(RunConfig, ""), _sections(GrpoRunConfig, "")
+    common = {path: dict(rows.items() & grpo.get(path, {}).items()) for path, rows in sft.items()}
+    sections = grpo if page == "grpo" else sft
+    shown = {
+        path: {key: row for key, row in rows.items() if (key in common.get(path, {})) == (page == "training")}
+        for path, rows in sections.items()
+    }
+    lines = [HEADS[page]]
+    for path, rows in shown.items():
+        if rows:
+            lines += [
+                f"## {path}\n\n{_SUMMARIES[path]}\n" * bool(path),
+                "| key | type | default | meaning |\n|---|---|---|---|",
+            ]
+            lines += [*rows.values(), ""]
+    return "\n".join(lines).rstrip() + "\n"
 
 
-def _sections(model: type[BaseModel], path: str) -> Iterator[str]:
+_SUMMARIES: Rows = {}
+"""First paragraphs of the docstrings of sections, by path."""
+
+
+def _sections(model: type[BaseModel], path: str) -> dict[str, Rows]:
+    """Return the rows of a section and of those below it, by path."""
     fields = _in_order(model)
-    keys = {name: field for name, field in fields.items() if not _is_section(field)}
-    if path:
-        summary = " ".join((model.__doc__ or "").split("\n\n")[0].split())
-        yield f"## {path}\n\n{summary}\n"
-    if keys:
-        yield "| key | type | default | meaning |\n|---|---|---|---|"
-        for name, field in keys.items():
-            description = " ".join((field.description or "").split()).replace("|", "\\|")
-            yield f"| `{name}` | {_type(field.annotation, field.metadata)} | {_default(field)} | {description} |"
-        yield ""
+    _SUMMARIES[path] = " ".join((model.__doc__ or "").split("\n\n")[0].split())
+    sections: dict[str, Rows] = {path: {}}
     for name, field in fields.items():
-        if _is_section(field):
-            yield from _sections(field.annotation, f"{path}.{name}" if path else name)  # type: ignore[arg-type]
+        if _is_model(field.annotation):
+            sections |= _sections(field.annotation, f"{path}.{name}" if path else name)  # type: ignore[arg-type]
+        else:
+            description = " ".join((field.description or "").split()).replace("|", "\\|")
+            row = f"| `{name}` | {_type(field.annotation, field.metadata)} | {_default(field)} | {description} |"
+            sections[path][name] = row
+    return sections
 
 
 def _in_order(model: type[BaseModel]) -> dict[str, FieldInfo]:
@@ -82,10 +105,6 @@ def _in_order(model: type[BaseModel]) -> dict[str, FieldInfo]:
     own = [name for name in model.model_fields if name in vars(model)["__annotations__"]]
     first = model.order if model in (RunConfig, GrpoRunConfig) else own  # type: ignore[attr-defined]
     return {name: model.model_fields[name] for name in dict.fromkeys([*first, *model.model_fields])}
-
-
-def _is_section(field: FieldInfo) -> bool:
-    return _is_model(field.annotation)
 
 
 def _is_model(annotation: Any) -> bool:
@@ -146,4 +165,5 @@ def rules_markdown() -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(reference_markdown(GrpoRunConfig if sys.argv[1:] == ["grpo"] else RunConfig))
+    for kind in HEADS:
+        (PAGES / f"{kind}-config.md").write_text(reference_markdown(kind))

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.config_page import reference_markdown
 from tests.rl import tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -500,11 +499,6 @@ def test_example_with_two_rewards_loads() -> None:
     assert score([correct, boxed], r"so \boxed{1,234}", row) == (1.1, [1, 1])
     assert score([correct, boxed], r"\boxed{7} or \boxed{8}", row) == (0, [0, 0])
     assert score([correct, boxed], "1234", row) == (0, [0, 0])
-
-
-def test_reference_page_is_what_the_schema_says() -> None:
-    page = Path(__file__).parents[2] / "docs" / "reference" / "grpo-config.md"
-    assert page.read_text() == reference_markdown(GrpoRunConfig), "run: python tests/config_page.py grpo"
 
 
 # Timeline

@@ -9,7 +9,7 @@ from pathlib import Path
 import pydantic
 import pytest
 import yaml
-from tests.config_page import reference_markdown
+from tests.config_page import HEADS, PAGES, reference_markdown
 
 from raylane.errors import ConfigError
 from raylane.sft.config.load import build_config, load_config
@@ -108,9 +108,9 @@ def test_workers_get_environment_and_time_from_the_file(tmp_path: Path) -> None:
         config(tmp_path, cluster={"env_vars": {"RANK": "0"}})
 
 
-def test_the_reference_page_is_what_the_models_say() -> None:
-    page = ROOT / "docs" / "reference" / "sft-config.md"
-    assert page.read_text() == reference_markdown(), "run: python tests/config_page.py > " + str(page)
+@pytest.mark.parametrize("kind", HEADS)
+def test_the_reference_pages_are_what_the_models_say(kind: str) -> None:
+    assert (PAGES / f"{kind}-config.md").read_text() == reference_markdown(kind), "run: python tests/config_page.py"
 
 
 def test_every_key_has_a_reason() -> None:

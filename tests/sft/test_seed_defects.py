@@ -158,7 +158,7 @@ def test_r12_defaults_stand_in_one_typed_schema(folder):
     assert not should_use_compiled_graph(tiny_run.config_of(folder, {"policy.compiled_graph.mode": False}).policy)
     with pytest.raises(ConfigError, match="warmup_sequence"):
         get_compiled_graph_config({"compiled_graph": {"warmup_sequence": 3}})
-    page = (ROOT / "docs/reference/sft-config.md").read_text()
+    page = (ROOT / "docs/reference/training-config.md").read_text()
     section = page.split("## policy.compiled_graph\n")[1].split("## ")[0]
     assert all(f"| `{name}` |" in section for name in type(settings).model_fields)
 
