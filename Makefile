@@ -19,12 +19,9 @@ NARROWED = $(if $(ARGS),|| test $$? -eq 5)
 # Without the compiled files of tests and package, each test process, actor and child process compiles them again.
 unexport PYTHONDONTWRITEBYTECODE
 
-# What the native module replaces, and the runs and faults of graphs, which use it.
-PURE   := tests/core tests/graph/test_run.py tests/graph/test_faults.py
-
 RECORDS := build/tests
 
-.PHONY: setup check test test-fast test-ci test-all test-matrix test-pure test-vllm only durations faults gpu bench figures sft grpo docs wheel clean
+.PHONY: setup check test test-fast test-ci test-all test-matrix test-vllm only durations faults gpu bench figures sft grpo docs wheel clean
 
 setup: $(STAMP)
 
@@ -63,14 +60,11 @@ test-ci: test-fast
 	$(BIN)/python -m tests.suite.affected $(RECORDS)
 	RAYLANE_ON_RAY=$(RECORDS)/on_ray.txt $(PYTEST) $(SIDE_BY_SIDE) -m 'not fast and not matrix and not gpu' \
 	  @$(RECORDS)/chosen.txt @$(RECORDS)/on_ray.txt || test $$? -eq 5
-	if grep -E '^tests/(core/|graph/test_(run|faults)\.py)' $(RECORDS)/chosen.txt > $(RECORDS)/pure.txt; then \
-	  RAYLANE_PURE=1 $(PYTEST) $(SIDE_BY_SIDE) -m 'not matrix and not gpu and not slow' @$(RECORDS)/pure.txt; fi
 	$(BIN)/python -m tests.suite.affected passed ci
 
-# Everything except what needs a CUDA device and the full matrix; then the graphs again without the native module.
+# Everything except what needs a CUDA device and the full matrix.
 test-all: test-fast
 	$(PYTEST) $(SIDE_BY_SIDE) -m 'not fast and not matrix and not gpu' $(ARGS) $(NARROWED)
-	$(MAKE) test-pure
 	$(if $(ARGS),,$(BIN)/python -m tests.suite.affected passed all)
 
 # Tests by path, folder or id: `make only ARGS='tests/graph/test_run.py -x'`.
@@ -86,9 +80,6 @@ durations: setup
 # All combinations of layouts, packings, families, checkpoints and memory settings: hours of computing.
 test-matrix: setup
 	$(PYTEST) -m matrix $(ARGS)
-
-test-pure: setup
-	RAYLANE_PURE=1 $(PYTEST) $(SIDE_BY_SIDE) -m 'not matrix and not gpu and not slow' $(PURE)
 
 # With a real vLLM on the CPU, in an environment of its own: 3 GB, two minutes on first use. RAYLANE_KILLS is the number
 # of kills beside it.

@@ -1,8 +1,7 @@
 """Build hook: compiles `raylane/core/_native.c` for wheels and for editable installs.
 
 The module uses only CPython's stable ABI, so one build serves CPython 3.11 and every later version. Without a C
-compiler or the headers of Python the package is installed without the module, and `raylane.core.native` uses its twin
-in Python; `raylane doctor` says which is in use. RAYLANE_PURE=1 leaves the module out on purpose.
+compiler or the headers of Python there is no package: the error says what to install.
 """
 
 from __future__ import annotations
@@ -50,14 +49,14 @@ class NativeBuildHook(BuildHookInterface):
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile before the wheel is put together."""
-        if os.environ.get("RAYLANE_PURE", "0") not in ("", "0"):
-            return
         try:
             found = compile_native(Path(self.root))
         except (OSError, subprocess.CalledProcessError) as error:
             text = (getattr(error, "stderr", None) or str(error)).strip()
-            self.app.display_warning(f"raylane: no native module, the Python one is used instead: {text}")
-            return
+            self.app.abort(
+                "raylane cannot be built from source without a C compiler and the headers of Python: apt install gcc "
+                f"python3-dev, or dnf install gcc python3-devel. The compiler said: {text}"
+            )
         for older in set(found.parent.glob("_native.*.so")) - {found}:
             older.unlink()  # built for one version of CPython, which would prefer it
         platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")

@@ -11,8 +11,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from raylane.core.native import NATIVE
-
 
 def machine() -> dict[str, Any]:
     """Return the hardware, kernel and load of this machine; nothing that identifies its owner."""
@@ -29,7 +27,6 @@ def machine() -> dict[str, Any]:
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "kernel": platform.release(),
         "load_at_end": os.getloadavg(),
-        "native": NATIVE,
     }
 
 

@@ -37,7 +37,7 @@ from benchmarks.graph.cases import (
 )
 from benchmarks.measure import Tally
 from raylane.core import semaphore
-from raylane.core.portable import PAGE_BYTES
+from raylane.core.native import PAGE_BYTES
 from raylane.core.semaphore import SEMAPHORE_BYTES, Segment
 
 TIMEOUT_S = 60.0

@@ -18,9 +18,6 @@ from benchmarks.graph.cases import CASES, Case, blocks_of, cases, contender_name
 from benchmarks.measure import Tally
 from tests.benchmarks.quick import quick_run
 
-from benchmarks import environment
-from raylane.core.native import NATIVE
-
 FIELDS = {"case", "contender", "n", "p50_us", "p90_us", "p99_us", "min_us", "first_us", "cpu_s"}
 
 
@@ -216,10 +213,6 @@ def test_the_actors_need_no_torch() -> None:
     """They are many and start at once: what is imported there is waited for."""
     code = "import sys, benchmarks.graph.actors; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_report_names_the_native_module() -> None:
-    assert environment.machine()["native"] is NATIVE
 
 
 def test_an_unknown_case_is_answered_with_those_there_are() -> None:

@@ -1,4 +1,4 @@
-"""The native classes and their twins in Python: each works with the other, and refuses what would leave its memory."""
+"""The compiled classes: what they carry, and that they refuse what would leave their memory."""
 
 from __future__ import annotations
 
@@ -18,65 +18,37 @@ import numpy as np
 import pytest
 
 from core.processes import start_code
-from raylane.core import native, portable, semaphore, settings
+from raylane.core import native, semaphore
 from raylane.core.copying import ThreadChoice
-from raylane.core.portable import HEADER, LOGGED, PAGE_BYTES, TEXT, WAKE
+from raylane.core.native import HEADER, LOGGED, PAGE_BYTES, TEXT, WAKE
 from raylane.core.semaphore import Segment, value
 from raylane.core.waiting import Patience
 
 ROOT = Path(__file__).resolve().parents[2]
 SLOT_BYTES, SLOTS, SLOTS_AT = 256, 3, 128
-NAMES = ("Doorbell", "Recorder", "SlotReader", "SlotWriter", "SmallPickler")
-
-KINDS: list[Any] = [portable]
-try:
-    from raylane.core import _native  # type: ignore[attr-defined,unused-ignore]
-
-    KINDS.append(_native)
-except ImportError:  # no C compiler: the tests below run on the one that there is
-    pass
-
-EACH = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__.rpartition(".")[2])
-PAIRS = pytest.mark.parametrize(
-    ("writing", "reading"), [(a, b) for a in KINDS for b in KINDS], ids=lambda kind: kind.__name__.rpartition(".")[2]
-)
 
 
 class Channel:
-    """One ring of small slots with two readers, of the given implementations."""
+    """One ring of small slots with two readers."""
 
-    def __init__(self, writing: Any, reading: Any) -> None:
+    def __init__(self) -> None:
         self.segment = Segment.make(8192)
         self.pages = [Segment.make(PAGE_BYTES) for _ in range(2)]
         for at in (0, 64):
             semaphore.init(self.segment.address + at)
         for page in self.pages:
             semaphore.init(page.address)
-        self.doorbells = [reading.Doorbell(page.memory, Patience()) for page in self.pages]
+        self.doorbells = [native.Doorbell(page.memory, Patience()) for page in self.pages]
         readers = tuple((index * 64, page.memory, index + 5) for index, page in enumerate(self.pages))
-        self.writer = writing.SlotWriter(self.segment.memory, SLOTS_AT, SLOTS, SLOT_BYTES, readers)
+        self.writer = native.SlotWriter(self.segment.memory, SLOTS_AT, SLOTS, SLOT_BYTES, readers)
         self.readers = [
-            reading.SlotReader(self.segment.memory, index * 64, SLOTS_AT, SLOTS, SLOT_BYTES, doorbell)
+            native.SlotReader(self.segment.memory, index * 64, SLOTS_AT, SLOTS, SLOT_BYTES, doorbell)
             for index, doorbell in enumerate(self.doorbells)
         ]
 
 
-def test_native_module_is_in_use_unless_refused() -> None:
-    refused = settings.PURE.read()
-    assert (len(KINDS) == 2 and not refused) is native.NATIVE
-    assert all(getattr(native, name) is getattr(KINDS[-1] if native.NATIVE else portable, name) for name in NAMES)
-
-
-@EACH
-def test_native_classes_are_all_there(kind: Any) -> None:
-    for name in NAMES:
-        mine = {key for key in dir(getattr(kind, name)) if not key.startswith("_")}
-        assert mine == {key for key in dir(getattr(portable, name)) if not key.startswith("_")}
-
-
-@PAIRS
-def test_slots_carry_messages_between_implementations(writing: Any, reading: Any) -> None:
-    made = Channel(writing, reading)
+def test_slots_carry_messages() -> None:
+    made = Channel()
     for number in range(10):
         body = bytes([number]) * (number * 24)
         made.writer.write(number, number % 3, number % 2 and WAKE, body)
@@ -90,9 +62,8 @@ def test_slots_carry_messages_between_implementations(writing: Any, reading: Any
     assert made.writer.bytes == sum(number * 24 for number in range(10))
 
 
-@PAIRS
-def test_slots_say_when_the_rest_of_a_message_must_be_read(writing: Any, reading: Any) -> None:
-    made = Channel(writing, reading)
+def test_slots_say_when_the_rest_of_a_message_must_be_read() -> None:
+    made = Channel()
     array = np.arange(3, dtype=np.int64)
     made.writer.write_parts(0, 1, 2, b"body", [b"", array.data, pickle.PickleBuffer(bytearray(b"xyz"))])
     assert made.writer.bytes == 4 + 24 + 3
@@ -106,9 +77,8 @@ def test_slots_say_when_the_rest_of_a_message_must_be_read(writing: Any, reading
         assert [type(buffer) for buffer in buffers] == [bytearray] * 3
 
 
-@PAIRS
-def test_strings_are_written_and_read_as_they_are(writing: Any, reading: Any) -> None:
-    made = Channel(writing, reading)
+def test_strings_are_written_and_read_as_they_are() -> None:
+    made = Channel()
     reader = made.readers[0]
     with pytest.raises(ValueError, match="no message was taken"):
         reader.text()
@@ -128,9 +98,8 @@ def test_strings_are_written_and_read_as_they_are(writing: Any, reading: Any) ->
         reader.text()
 
 
-@PAIRS
-def test_parts_that_do_not_fit_are_refused(writing: Any, reading: Any) -> None:
-    made = Channel(writing, reading)
+def test_parts_that_do_not_fit_are_refused() -> None:
+    made = Channel()
     for body, buffers in ((bytes(200), [bytes(33)]), (b"", [b""] * 31), (b"", [bytes(300)])):
         with pytest.raises(ValueError, match="do not fit into a slot of 256"):
             made.writer.write_parts(0, 0, 0, body, buffers)
@@ -149,9 +118,8 @@ def test_parts_that_do_not_fit_are_refused(writing: Any, reading: Any) -> None:
         made.readers[0].parts()
 
 
-@PAIRS
-def test_slots_refuse_what_does_not_fit(writing: Any, reading: Any) -> None:
-    made = Channel(writing, reading)
+def test_slots_refuse_what_does_not_fit() -> None:
+    made = Channel()
     with pytest.raises(ValueError, match="241 bytes do not fit into a slot of 256"):
         made.writer.write(0, 0, 0, bytes(241))
     assert made.readers[0].poll() is None
@@ -164,9 +132,8 @@ def test_slots_refuse_what_does_not_fit(writing: Any, reading: Any) -> None:
         made.readers[0].poll()
 
 
-@PAIRS
-def test_eventfd_is_written_to_for_a_reader_that_sleeps(writing: Any, reading: Any) -> None:
-    made = Channel(writing, reading)
+def test_eventfd_is_written_to_for_a_reader_that_sleeps() -> None:
+    made = Channel()
     fd = made.writer.wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
     try:
         made.writer.write(0, 0, 0, b"")
@@ -177,19 +144,15 @@ def test_eventfd_is_written_to_for_a_reader_that_sleeps(writing: Any, reading: A
         assert os.eventfd_read(fd) == 1
         made.doorbells[1].sleeping(False)
         made.writer.write(2, 0, WAKE, b"")
-        if writing is reading is not portable:
-            with pytest.raises(BlockingIOError):
-                os.eventfd_read(fd)
-        else:  # one of them has no memory barrier: a mark that changes means nothing
-            assert os.eventfd_read(fd) == 1
+        with pytest.raises(BlockingIOError):
+            os.eventfd_read(fd)
     finally:
         os.close(fd)
 
 
-@EACH
-def test_slots_outside_of_their_memory_are_refused(kind: Any) -> None:
+def test_slots_outside_of_their_memory_are_refused() -> None:
     memory, page = Segment.make(8192), Segment.make(PAGE_BYTES)
-    bell = kind.Doorbell(page.memory, Patience())
+    bell = native.Doorbell(page.memory, Patience())
     for full_at, at, slots, size in [
         (0, 64, 32, 256),
         (0, -1, 1, 256),
@@ -204,50 +167,47 @@ def test_slots_outside_of_their_memory_are_refused(kind: Any) -> None:
         (3, 64, 1, 256),
     ]:
         with pytest.raises(ValueError, match=r"do not fit into|no semaphore fits"):
-            kind.SlotReader(memory.memory, full_at, at, slots, size, bell)
+            native.SlotReader(memory.memory, full_at, at, slots, size, bell)
         with pytest.raises(ValueError, match=r"do not fit into|no semaphore fits"):
-            kind.SlotWriter(memory.memory, at, slots, size, ((full_at, page.memory, 0),))
-    for flag in (-1, portable.FLAGS):
+            native.SlotWriter(memory.memory, at, slots, size, ((full_at, page.memory, 0),))
+    for flag in (-1, native.FLAGS):
         with pytest.raises(ValueError, match=f"flag {flag} is not below 256"):
-            kind.SlotWriter(memory.memory, 64, 1, 256, ((0, page.memory, flag),))
+            native.SlotWriter(memory.memory, 64, 1, 256, ((0, page.memory, flag),))
     with pytest.raises(ValueError, match="memory of 100 bytes is too small: 4096 are needed"):
-        kind.Doorbell(bytearray(100), Patience())
+        native.Doorbell(bytearray(100), Patience())
     with pytest.raises(ValueError, match="memory of 100 bytes is too small: 4096 are needed"):
-        kind.SlotWriter(memory.memory, 64, 1, 256, ((0, bytearray(100), 0),))
+        native.SlotWriter(memory.memory, 64, 1, 256, ((0, bytearray(100), 0),))
 
 
-def pickler(kind: Any, limit: int = 1000) -> tuple[Any, list[Any], list[Any]]:
+def pickler(limit: int = 1000) -> tuple[Any, list[Any], list[Any]]:
     output: list[Any] = []
     buffers: list[Any] = []
     made = pickle.Pickler(types.SimpleNamespace(write=output.append), 5, buffer_callback=buffers.append)
-    return kind.SmallPickler(made.dump, made.clear_memo, output, buffers, limit), output, buffers
+    return native.SmallPickler(made.dump, made.clear_memo, output, buffers, limit), output, buffers
 
 
-@EACH
-def test_pickler_returns_small_values_and_keeps_no_memo(kind: Any) -> None:
-    small, output, buffers = pickler(kind)
+def test_pickler_returns_small_values_and_keeps_no_memo() -> None:
+    small, output, buffers = pickler()
     shared = [1, 2]
     for _ in range(3):  # a memo that is kept would write references to what the reader has never seen
         assert pickle.loads(small.encode({"a": shared, "b": shared})) == {"a": [1, 2], "b": [1, 2]}
     assert (output, buffers) == ([], [])
 
 
-@EACH
 @pytest.mark.parametrize(
     "found",
     [bytes(2000), "__main__", bytes(200_000), pickle.PickleBuffer(b"x")],
     ids=["bytes", "main", "large-bytes", "buffer"],
 )
-def test_pickler_leaves_the_parts_of_other_values(kind: Any, found: Any) -> None:
-    small, output, buffers = pickler(kind)
+def test_pickler_leaves_the_parts_of_other_values(found: Any) -> None:
+    small, output, buffers = pickler()
     assert small.encode(found) is None
     again = pickle.loads(b"".join(output), buffers=buffers)
     assert bytes(again) == bytes(found) if not isinstance(found, str) else again == found
 
 
-@EACH
-def test_pickler_raises_what_pickling_raises(kind: Any) -> None:
-    small, _, _ = pickler(kind)
+def test_pickler_raises_what_pickling_raises() -> None:
+    small, _, _ = pickler()
     with pytest.raises((pickle.PicklingError, AttributeError), match="lambda"):
         small.encode(lambda: None)
 
@@ -255,7 +215,7 @@ def test_pickler_raises_what_pickling_raises(kind: Any) -> None:
 WITHOUT_MEMORY = """
 import _testcapi
 from raylane.core import _native, semaphore
-from raylane.core.portable import LOGGED, PAGE_BYTES
+from raylane.core.native import LOGGED, PAGE_BYTES
 from raylane.core.semaphore import Segment
 
 class Policy:
@@ -287,7 +247,6 @@ for failing in range(2 * LOGGED + 8):
 """
 
 
-@pytest.mark.skipif(len(KINDS) == 1, reason="there is no native module")
 @pytest.mark.skipif(sys.version_info[:3] == (3, 13, 0), reason="CPython 3.13.0 itself crashes after a MemoryError")
 @pytest.mark.processes
 def test_doorbell_without_memory_for_a_review_goes_on() -> None:
@@ -297,9 +256,8 @@ def test_doorbell_without_memory_for_a_review_goes_on() -> None:
         assert len(counts) >= 4
 
 
-@EACH
-def test_recorder_keeps_the_last_records_and_all_totals(kind: Any) -> None:
-    recorder = kind.Recorder(3, 4)
+def test_recorder_keeps_the_last_records_and_all_totals() -> None:
+    recorder = native.Recorder(3, 4)
     assert recorder.records() == []
     for execution in range(6):
         recorder.started()
@@ -312,36 +270,34 @@ def test_recorder_keeps_the_last_records_and_all_totals(kind: Any) -> None:
     assert all(before[5] == after[2] for before, after in itertools.pairwise(records))
     assert [recorder.totals(task)[0] for task in range(3)] == [3, 3, 0]
     assert recorder.totals(2) == (0, 0.0, 0.0, 0.0)
-    for task in (3, -1) if kind is not portable else (3,):
+    for task in (3, -1):
         with pytest.raises((ValueError, IndexError)):
             recorder.sent(task, 0)
 
 
-@EACH
-def test_copy_with_any_number_of_threads(kind: Any) -> None:
+def test_copy_with_any_number_of_threads() -> None:
     for nbytes in (0, 1, 63, 64, 1000, 100_003):
         source = os.urandom(nbytes)
         for threads in (1, 2, 3, 16):
             target = bytearray(nbytes)
-            kind.copy(target, source, threads)
+            native.copy(target, source, threads)
             assert target == source
     with pytest.raises(ValueError, match="cannot copy 3 bytes into 2"):
-        kind.copy(bytearray(2), b"abc", 1)
+        native.copy(bytearray(2), b"abc", 1)
 
 
-@EACH
-def test_list_of_copies(kind: Any) -> None:
+def test_list_of_copies() -> None:
     target, source = array("B", bytes(100)), array("B", range(100))
     to, at = target.buffer_info()[0], source.buffer_info()[0]
     for threads in (1, 3, 16):
         target[:] = array("B", bytes(100))
-        kind.copy_many(array("Q", [to, at + 50, 10, to + 10, at, 1, to + 99, at + 99, 0]), threads)
+        native.copy_many(array("Q", [to, at + 50, 10, to + 10, at, 1, to + 99, at + 99, 0]), threads)
         assert target.tobytes() == bytes([*range(50, 60), 0, *([0] * 89)])
-        kind.copy_many(array("Q"), threads)
-        kind.copy_many(array("Q", [n for i in range(100) for n in (to + i, at + i, 1)]), threads)
+        native.copy_many(array("Q"), threads)
+        native.copy_many(array("Q", [n for i in range(100) for n in (to + i, at + i, 1)]), threads)
         assert target == source
     with pytest.raises(ValueError, match="three 64-bit numbers for each, got 32 bytes"):
-        kind.copy_many(array("Q", [1, 2, 3, 4]), 1)
+        native.copy_many(array("Q", [1, 2, 3, 4]), 1)
 
 
 def test_copy_uses_threads_while_they_are_faster() -> None:
@@ -367,7 +323,7 @@ native = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(native)
 from raylane.core import semaphore
 from raylane.core.copying import ThreadChoice
-from raylane.core.portable import HEADER
+from raylane.core.native import HEADER
 from raylane.core.semaphore import Segment
 from raylane.core.waiting import Patience
 segment, page = Segment.make(8192), Segment.make(4096)

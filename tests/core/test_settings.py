@@ -31,7 +31,6 @@ UNSET = None
         *((settings.TRACE, *pair) for pair in ((UNSET, ""), ("/tmp/Folder", "/tmp/Folder"))),
         *((settings.HOST, *pair) for pair in ((UNSET, ""), ("B", "B"))),
         *((settings.WAIT, *pair) for pair in ((UNSET, "adaptive"), ("block", "block"))),
-        *((settings.PURE, *pair) for pair in ((UNSET, False), ("1", True))),
     ],
 )
 def test_settings_read_what_they_accept(
@@ -57,7 +56,6 @@ def test_settings_read_what_they_accept(
         (settings.PTRACER, ("some",)),
         (settings.METRICS_S, ("0", "often", "inf")),
         (settings.WAIT, ("spin",)),
-        (settings.PURE, ("on",)),
     ],
 )
 def test_other_texts_are_refused(

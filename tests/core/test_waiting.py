@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from core.processes import Pipe, start
-from raylane.core import native, portable, semaphore, waiting
+from raylane.core import native, semaphore, waiting
 from raylane.core.semaphore import SEMAPHORE_BYTES, Segment, post, value
 from raylane.core.waiting import (
     BUDGETS_NS,
@@ -199,7 +199,7 @@ def test_patience_state_can_be_read() -> None:
     assert repr(machine.patience) == "Patience(budget 0 us, level 1)"
 
 
-# Doorbell of `portable`, on a clock made up
+# Doorbells
 
 
 class Policy:
@@ -217,86 +217,6 @@ class Policy:
         return self.budget_ns, self.resume_ns
 
 
-class Clock:
-    """A machine without luck: each yield takes what the table says, each sleep too."""
-
-    def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, *, yields: list[int], sleeps: list[tuple[int, bool]], budget_ns: int
-    ) -> None:
-        self.now = 1000 * S
-        self.yields = list(yields)
-        self.sleeps = list(sleeps)
-        self.there_at: float = float("inf")
-        self.asked: list[float] = []
-        self.policy = Policy(budget_ns)
-        self.segment = made(1)
-        self.doorbell = portable.Doorbell(self.segment.memory, self.policy)
-        monkeypatch.setattr(portable, "LOGGED", 1)
-        monkeypatch.setattr(time, "monotonic_ns", lambda: self.now)
-        monkeypatch.setattr(os, "sched_yield", self.do_yield)
-        monkeypatch.setattr(portable, "try_wait", lambda _: 0 if self.now >= self.there_at else -1)
-        monkeypatch.setattr(semaphore, "block", self.sleep)
-
-    def do_yield(self) -> None:
-        self.now += self.yields.pop(0)
-
-    def sleep(self, _: int, timeout_s: float) -> bool:
-        self.asked.append(timeout_s)
-        length_ns, got = self.sleeps.pop(0)
-        self.now += length_ns
-        return got
-
-
-def test_doorbell_takes_a_post_that_is_there_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch, yields=[], sleeps=[], budget_ns=LONGEST)
-    clock.there_at = 0
-    assert clock.doorbell.wait(1.0)
-    assert clock.doorbell.glance()
-    assert clock.doorbell.consumed == 2
-    assert clock.policy.told == []  # it says nothing about waits
-
-
-def test_doorbell_yields_until_the_post_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch, yields=[5 * US] * 5, sleeps=[], budget_ns=LONGEST)
-    clock.there_at = clock.now + 18 * US
-    assert clock.doorbell.wait(1.0)
-    assert len(clock.yields) == 1
-    assert clock.policy.told == [(20 * US, 5 * US)]
-
-
-def test_doorbell_sleeps_when_the_budget_is_spent(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch, yields=[20 * US] * 3, sleeps=[(300 * US, True)], budget_ns=60 * US)
-    assert clock.doorbell.wait(0.25)
-    assert (clock.yields, clock.asked) == ([], [0.25])
-    assert clock.policy.told == [(360 * US, 20 * US)]
-
-
-def test_doorbell_glance_never_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch, yields=[20 * US] * 3, sleeps=[], budget_ns=60 * US)
-    assert not clock.doorbell.glance()
-    assert clock.policy.told == [(60 * US, 20 * US)]
-    clock.doorbell._budget_ns = 0
-    assert not clock.doorbell.glance()
-    assert len(clock.policy.told) == 1  # no wait
-    assert clock.doorbell.consumed == 0
-
-
-def test_doorbell_slow_yield_ends_the_yielding(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch, yields=[LOSS_NS], sleeps=[(1 * MS, True), (1 * MS, False)], budget_ns=LONGEST)
-    clock.policy.resume_ns = clock.now + S
-    assert clock.doorbell.wait(1.0)
-    assert not clock.doorbell.wait(0.5)  # a pause
-    assert clock.asked == [1.0, 0.5]
-    assert clock.policy.told == [(LOSS_NS + MS, LOSS_NS), (MS, 0)]
-
-
-def test_doorbell_slow_yield_counts_even_if_the_post_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch, yields=[LOSS_NS], sleeps=[], budget_ns=LONGEST)
-    clock.there_at = clock.now + MS
-    assert clock.doorbell.wait(1.0)
-    assert clock.policy.told == [(LOSS_NS, LOSS_NS)]
-
-
 # The environment
 
 
@@ -309,9 +229,6 @@ def test_environment_decides_whether_to_yield(monkeypatch: pytest.MonkeyPatch, t
     assert waiting.patience().yields is yields
 
 
-# Real doorbells, native and portable
-
-
 def made(count: int) -> Segment:
     segment = Segment.make(4096)
     for index in range(count):
@@ -319,15 +236,13 @@ def made(count: int) -> Segment:
     return segment
 
 
-KINDS = pytest.mark.parametrize("kind", sorted({native.Doorbell, portable.Doorbell}, key=lambda kind: kind.__module__))
 YIELDS = pytest.mark.parametrize("yields", [True, False])
 
 
-@KINDS
 @YIELDS
-def test_doorbell_waits_of_no_time_and_in_vain(kind: Any, yields: bool) -> None:
+def test_doorbell_waits_of_no_time_and_in_vain(yields: bool) -> None:
     segment = made(1)
-    doorbell = kind(segment.memory, Patience(yields=yields))
+    doorbell = native.Doorbell(segment.memory, Patience(yields=yields))
     assert not doorbell.wait(0)
     assert not doorbell.wait(0.01)
     post(segment.address)
@@ -336,26 +251,33 @@ def test_doorbell_waits_of_no_time_and_in_vain(kind: Any, yields: bool) -> None:
     assert not doorbell.glance()
 
 
-@KINDS
-def test_doorbell_reports_its_waits(kind: Any) -> None:
+def test_doorbell_sleeps_when_the_budget_is_spent() -> None:
+    doorbell = native.Doorbell(made(1).memory, Policy(LONGEST))
+    before_s = time.thread_time()
+    assert not doorbell.wait(0.5)
+    assert time.thread_time() - before_s < 0.25  # of this thread alone, so that a busy machine does not count
+    doorbell = native.Doorbell(made(1).memory, Policy(0))
+    assert not doorbell.glance()  # which never sleeps
+
+
+def test_doorbell_reports_its_waits() -> None:
     segment, policy = made(1), Policy(LONGEST)
     policy.slow_ns = 3600 * S  # else a busy machine makes it look at once
-    doorbell = kind(segment.memory, policy)
-    for _ in range(portable.LOGGED):
+    doorbell = native.Doorbell(segment.memory, policy)
+    for _ in range(native.LOGGED):
         assert policy.told == []
         doorbell.wait(0.0)
-    assert len(policy.told) == portable.LOGGED
+    assert len(policy.told) == native.LOGGED
     assert all(length >= worst > 0 for length, worst in policy.told)
 
 
-@KINDS
-def test_doorbell_raises_the_error_of_its_policy(kind: Any) -> None:
+def test_doorbell_raises_the_error_of_its_policy() -> None:
     class Broken(Policy):
         def review(self, waits: list[tuple[int, int]], now_ns: int) -> tuple[int, int]:
             raise ZeroDivisionError("no idea")
 
-    doorbell = kind(made(1).memory, Broken(0))
-    for _ in range(portable.LOGGED - 1):
+    doorbell = native.Doorbell(made(1).memory, Broken(0))
+    for _ in range(native.LOGGED - 1):
         doorbell.wait(0.0)
     with pytest.raises(ZeroDivisionError, match="no idea"):
         doorbell.wait(0.0)
@@ -372,11 +294,10 @@ def _echo(pipe: Pipe, paths: tuple[str, str], count: int, yields: bool) -> int:
 
 
 @pytest.mark.processes
-@KINDS
 @YIELDS
-def test_two_processes_lose_no_wake_up(kind: Any, yields: bool) -> None:
+def test_two_processes_lose_no_wake_up(yields: bool) -> None:
     here, there = made(1), made(1)
-    doorbell = kind(here.memory, Patience(yields=yields))
+    doorbell = native.Doorbell(here.memory, Patience(yields=yields))
     child = start(_echo, (there.path, here.path), 2000, yields)
     for _ in range(2000):
         post(there.address)
@@ -385,8 +306,7 @@ def test_two_processes_lose_no_wake_up(kind: Any, yields: bool) -> None:
     assert child.result() == 2000
 
 
-@KINDS
-def test_waiting_lets_other_threads_run(kind: Any, eventually: Callable[..., None]) -> None:
+def test_waiting_lets_other_threads_run(eventually: Callable[..., None]) -> None:
     segment, done = made(1), []
 
     def wait(doorbell: Any) -> None:
@@ -395,7 +315,8 @@ def test_waiting_lets_other_threads_run(kind: Any, eventually: Callable[..., Non
         done.append(doorbell)
 
     threads = [
-        threading.Thread(target=wait, args=(kind(segment.memory, Patience(yields=yields)),)) for yields in (True, False)
+        threading.Thread(target=wait, args=(native.Doorbell(segment.memory, Patience(yields=yields)),))
+        for yields in (True, False)
     ]
     for thread in threads:
         thread.start()

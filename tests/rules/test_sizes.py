@@ -17,8 +17,8 @@ LONG_FILES: dict[str, str] = {}
 LONG_FUNCTIONS: dict[str, str] = {}
 PACKAGE = ROOT / "src" / "raylane"
 BUDGETS = {
-    "cli": 1055,
-    "core": 2058,
+    "cli": 1048,
+    "core": 1800,
     "graph": 7044,
     "modules": 552,
     "nemo": 926,

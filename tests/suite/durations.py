@@ -23,8 +23,6 @@ from tests.suite.record import PHASES, records
 
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "tests" / "durations.txt"
-PURE = " (pure)"
-"""End of the name of a file that ran without the native module."""
 LIMIT_S = 3000
 """Most seconds that the budgets of all files may have together, for each of the two test processes."""
 PROCESSES = 2
@@ -53,7 +51,7 @@ def sum_up(runs: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
     for run in runs:
         for file, measured in run["files"].items():
             for phase in PHASES:
-                total[file + PURE * run["pure"]][phase] += measured[phase]
+                total[file][phase] += measured[phase]
     return total
 
 
@@ -64,9 +62,9 @@ def updated(
 
     A budget is a quarter and one second above the measured time. One that exists is never raised.
     """
-    merged = {file: row for file, row in rows.items() if file.removesuffix(PURE) in functions}
+    merged = {file: row for file, row in rows.items() if file in functions}
     for file, of_file in measured.items():
-        if (count := functions.get(file.removesuffix(PURE))) is None:
+        if (count := functions.get(file)) is None:
             continue
         row = Row(file, 0, *(round(of_file[phase], 1) for phase in PHASES), count)
         budget = math.ceil(row.seconds * 1.25 + 1)
@@ -86,7 +84,7 @@ def problems(rows: Mapping[str, Row], functions: Mapping[str, int]) -> list[str]
                 f"{file} has {count} test functions, its row {row.functions}. Run `make durations ARGS={file}`."
             )
     for row in rows.values():
-        if row.file.removesuffix(PURE) not in functions:
+        if row.file not in functions:
             lines.append(f"{row.file} has a row, but does not exist. Delete the row.")
         if row.seconds > row.budget:
             lines.append(f"{row.file} took {row.seconds:.1f} s of {row.budget}. Make it quicker, or raise its budget.")

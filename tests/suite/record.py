@@ -59,7 +59,6 @@ class Recorder:
     def _write(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         record = {
-            "pure": bool(os.environ.get("RAYLANE_PURE")),
             "files": self._seconds,
             "failed": self._failed,
         }

@@ -22,7 +22,7 @@ def test_update_lowers_a_budget_and_never_raises_one() -> None:
 
 
 def test_update_drops_files_that_are_gone_and_keeps_others() -> None:
-    rows = {A: Row(A, 30, 1, 20, 0, 2), B: Row(B, 5, 1, 3, 0, 1), B + durations.PURE: Row(B + durations.PURE, 5)}
+    rows = {A: Row(A, 30, 1, 20, 0, 2), B: Row(B, 5, 1, 3, 0, 1)}
     assert durations.updated(rows, {"tests/gpu/test_c.py": measured(2)}, {A: 2}) == {A: rows[A]}
 
 
@@ -41,13 +41,12 @@ def test_sum_of_budgets_has_a_limit() -> None:
 
 
 def test_records_of_runs_add_up_by_file() -> None:
-    runs = [{"pure": False, "files": {A: measured(3)}}, {"pure": False, "files": {A: measured(4)}}]
-    total = durations.sum_up([*runs, {"pure": True, "files": {A: measured(5)}}])
-    assert total == {A: {"setup": 2.0, "call": 5.0, "teardown": 0.0}, A + durations.PURE: measured(5)}
+    total = durations.sum_up([{"files": {A: measured(3)}}, {"files": {A: measured(4)}}])
+    assert total == {A: {"setup": 2.0, "call": 5.0, "teardown": 0.0}}
 
 
 def test_written_table_is_read_again() -> None:
-    rows = {A: Row(A, 30, 1.2, 20.5, 0.1, 2), B + durations.PURE: Row(B + durations.PURE, 5, 1, 3, 0, 1)}
+    rows = {A: Row(A, 30, 1.2, 20.5, 0.1, 2), B: Row(B, 5, 1, 3, 0, 1)}
     assert durations.read(durations.written(rows, "2 cores")) == rows
 
 

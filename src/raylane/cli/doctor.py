@@ -20,7 +20,6 @@ import torch
 
 from raylane.core import settings
 from raylane.core.deadline import Deadline
-from raylane.core.native import NATIVE
 from raylane.core.variables import NICENESS_REMEDY
 from raylane.errors import RaylaneError
 from raylane.transport.api import put
@@ -162,11 +161,6 @@ def facts() -> dict[str, str]:
     """Return the versions and kernel settings that determine which transports work."""
     yama = Path("/proc/sys/kernel/yama/ptrace_scope")
     guards = torch_layout() and array_layout_known()
-    native = "in use"
-    if not NATIVE and settings.PURE.read():
-        native = f"refused by {settings.PURE.name}: graphs run the Python twin, more slowly"
-    elif not NATIVE:
-        native = "not built: graphs run the Python twin, more slowly. Install a C compiler, then raylane again"
     return {
         "python": platform.python_version(),
         **{name: version(name) for name in ("raylane", "ray", "torch")},
@@ -174,7 +168,6 @@ def facts() -> dict[str, str]:
         "ptrace_scope": yama.read_text().strip() if yama.exists() else "not set (no Yama in this kernel)",
         "write counters": "readable" if counter_offsets() else "not readable: host cannot notice writes during a read",
         "memory guards": "readable" if guards else "not readable: host is refused, and auto uses tcp",
-        "native module": native,
         "cuda devices": str(torch.cuda.device_count()),
         "settings": settings.set_here() or "no RAYLANE_ variable is set",
     }

@@ -1,9 +1,8 @@
 /* Operations on every message of a compiled graph, in C: slots of a ring, semaphores, waiting, pickling of small values.
  *
- * Optional. `raylane.core.portable` has the same classes in Python; `raylane.core.native` chooses. Both follow the
- * memory layouts that `portable` documents, so that processes with and without this module work together. Every
- * offset is checked against the size of its memory when an object is made, and every size that another process has
- * written is checked before it is used.
+ * `raylane.core.native` documents the memory layouts, `_native.pyi` the interface. Every offset is checked against the
+ * size of its memory when an object is made, and every size that another process has written is checked before it is
+ * used.
  */
 
 #define PY_SSIZE_T_CLEAN

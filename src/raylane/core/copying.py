@@ -57,7 +57,7 @@ def copy(target: Any, source: memoryview) -> None:
 
 
 def copy_many(rows: Any, nbytes: int) -> None:
-    """Copy a list of bytes between addresses, as `portable.copy_many`; `nbytes` are those of all of them."""
+    """Copy a list of bytes between addresses, as `native.copy_many`; `nbytes` are those of all of them."""
     if nbytes < THREADED_FROM_BYTES:
         native.copy_many(rows, 1)
     else:

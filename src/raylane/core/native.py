@@ -1,29 +1,44 @@
-"""The classes that run for every message: those of the native module where it was built, else those of `portable`.
+"""Operations on every message of a compiled graph, which are written in C (`_native.c`), and their memory layouts.
 
-`RAYLANE_PURE=1` chooses `portable`, for tests and comparisons. Processes of either kind work together.
+    page of a doorbell (4096 bytes)      0     semaphore: one post for each message
+                                         48    1 while the process sleeps in an event loop: writers write its eventfd
+                                         64    256 flags, one byte each: 1 if a ring with this flag has a message
+    slot of a ring                       0     sequence u64 | body bytes u32 | kind u8 | flags u8 | buffers u16
+                                         16    body (with buffers: sizes u64 each, buffers, body)
+
+A writer fills the slot, posts the semaphore `full` of every reader, and then for each reader sets its flag and posts
+its doorbell. Semaphores order memory; flags do not, so that on some processors a post may be seen before its flag.
+A reader that consumes a post and finds no flag therefore polls all its rings.
 """
 
 from __future__ import annotations
 
-import contextlib
-import importlib
+import struct
 
-from raylane.core import settings
-
-# The twin in Python first: it stays where there is no native module, and type checkers read its annotations.
-from raylane.core.portable import (
-    Doorbell,
-    Recorder,
-    SlotReader,
-    SlotWriter,
-    SmallPickler,
-    copy,
-    copy_many,
-    run_delay_ns,
-)
+try:
+    from raylane.core._native import (
+        Doorbell,
+        Recorder,
+        SlotReader,
+        SlotWriter,
+        SmallPickler,
+        copy,
+        copy_many,
+        run_delay_ns,
+    )
+except ImportError as error:
+    raise ImportError(
+        f"raylane has no compiled module here: {error}. Install its wheel, or build it from source, for which it needs "
+        "a C compiler and the headers of Python (apt install gcc python3-dev)"
+    ) from error
 
 __all__ = [
-    "NATIVE",
+    "FLAGS",
+    "HEADER",
+    "LOGGED",
+    "PAGE_BYTES",
+    "TEXT",
+    "WAKE",
     "Doorbell",
     "Recorder",
     "SlotReader",
@@ -34,13 +49,14 @@ __all__ = [
     "run_delay_ns",
 ]
 
-NAMES = ("Doorbell", "Recorder", "SlotReader", "SlotWriter", "SmallPickler", "copy", "copy_many", "run_delay_ns")
-"""Names that both implementations have."""
-NATIVE = False
-"""True if the native module is in use."""
-
-if not settings.PURE.read():
-    with contextlib.suppress(ImportError):  # there was no C compiler when raylane was installed
-        _native = importlib.import_module("raylane.core._native")
-        globals().update({name: getattr(_native, name) for name in NAMES})
-        NATIVE = True
+PAGE_BYTES = 4096
+FLAGS = 256
+"""Number of flags in the page of a doorbell."""
+HEADER = struct.Struct("<QIBBH")
+"""Header of a slot: sequence number, bytes of the body, kind, flags, number of buffers."""
+WAKE = 4
+"""Flag of a message: its execution is awaited in asyncio."""
+TEXT = 6
+"""Kind of a message whose body is a string in UTF-8."""
+LOGGED = 32
+"""Number of waits between two looks of the policy."""

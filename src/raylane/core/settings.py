@@ -161,13 +161,6 @@ WAIT: Setting[str] = Setting(
     "adaptive (the default) or block",
     "`block`: processes of a graph never yield the CPU before they sleep, for comparisons.",
 )
-PURE: Setting[bool] = Setting(
-    "RAYLANE_PURE",
-    _flag,
-    False,
-    "0 or 1",
-    "`1`: do not use the native module, in this process; processes with and without it work together.",
-)
 
 SETTINGS: tuple[Setting[Any], ...] = (
     TIMEOUT_S,
@@ -182,7 +175,6 @@ SETTINGS: tuple[Setting[Any], ...] = (
     TRACE,
     HOST,
     WAIT,
-    PURE,
 )
 
 

@@ -489,7 +489,7 @@ class Catalogue:
                     await entry.changed.wait()
         except TimeoutError:
             raise WeightsTimeoutError(
-                f"after {timeout_s or 0:.3g} s {missing()}. Raise the timeout if that is expected"
+                f"after {timeout_s or 0:.1f} s {missing()}. Raise the timeout if that is expected"
             ) from None
 
     async def _slots(self, entry: _NamedWeights, generation: Generation, host: str, part: str) -> list[str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from raylane.core.portable import FLAGS
+from raylane.core.native import FLAGS
 from raylane.graph.channels.ring import RingSpec
 from raylane.graph.plan.ir import DRIVER
 from raylane.graph.plan.routing import Route

@@ -14,7 +14,7 @@
 
 The doorbell comes last: a reader that it wakes must find the message. An actor has one doorbell for all rings that it
 reads, of all graphs; the driver has one for each graph. The flags on the doorbell's page say which rings have messages,
-so that the cost of a message does not depend on the number of rings (`core.portable`). A reader often finds a message
+so that the cost of a message does not depend on the number of rings (`core.native`). A reader often finds a message
 before it has consumed the message's doorbell post; `ProcessDoorbell` counts messages and consumed posts, so that
 left-over posts are consumed (`absorb`) before the reader sleeps: each would end a later wait in vain.
 
@@ -32,7 +32,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from raylane.core import handover, native, portable, semaphore
+from raylane.core import handover, native, semaphore
 from raylane.core.handover import Region, RegionPlace
 from raylane.core.segment import segment_offsets
 from raylane.core.semaphore import SEMAPHORE_BYTES, Segment
@@ -47,7 +47,7 @@ SLOT_BYTES = 1 << 21
 Only pages that were written take memory, and an edge has `max_inflight` slots."""
 LEND_FROM_BYTES = 1 << 17
 """Total size from which buffers are leased, not copied into the slot: below, two copies cost less than a lease."""
-_HEADER = portable.HEADER
+_HEADER = native.HEADER
 _SIZE = struct.Struct("<Q")
 ROOM_BYTES = SLOT_BYTES - _HEADER.size
 """Size of the largest body that lies in a slot by itself."""
@@ -55,7 +55,7 @@ ROOM_BYTES = SLOT_BYTES - _HEADER.size
 MAX_PLACES = 10
 """Maximum number of buffers of one message that are handed over: their places must fit into a slot. Others are copied.
 """
-LENT_BUFFERS, LENT_BODY, WAKE, HANDED_OVER = 1, 2, portable.WAKE, 8
+LENT_BUFFERS, LENT_BODY, WAKE, HANDED_OVER = 1, 2, native.WAKE, 8
 ELSEWHERE = LENT_BUFFERS | LENT_BODY
 """Flags of a message: its buffers are leased; its body too; the driver awaits its execution in asyncio; some of its
 buffers lie in memory that is handed over (`core.handover`). A part of a message with a flag of ELSEWHERE is not in its
@@ -330,7 +330,7 @@ class ProcessDoorbell(native.Doorbell):
     __slots__ = ("address", "policy", "segment")
 
     def __init__(self) -> None:
-        self.segment = Segment.make(portable.PAGE_BYTES)
+        self.segment = Segment.make(native.PAGE_BYTES)
         self.address = self.segment.address
         semaphore.init(self.address)
         self.policy = patience()

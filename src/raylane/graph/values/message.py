@@ -25,13 +25,13 @@ import msgspec
 import ray
 
 from raylane import _ray
-from raylane.core import native, portable
+from raylane.core import native
 from raylane.core.segment import bytes_at, segment_offsets
 from raylane.errors import GraphValueError
 from raylane.graph.values import references, script_classes
 from raylane.graph.values.references import ReferenceInside, refused
 
-VALUE, TENSORS, ERROR, NOTHING, TICKET, BYTES, TEXT = 0, 1, 2, 3, 4, 5, portable.TEXT
+VALUE, TENSORS, ERROR, NOTHING, TICKET, BYTES, TEXT = 0, 1, 2, 3, 4, 5, native.TEXT
 KINDS = (VALUE, TENSORS, ERROR, NOTHING, TICKET, BYTES, TEXT)
 """Kinds of messages: plain pickle; (skeleton, specs) of the codec; a pickled exception; None or a signal; the ticket of
 published tensors (`channels.published`); the content of large bytes, or of a large string (UTF-8)."""

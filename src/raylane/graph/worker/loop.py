@@ -135,7 +135,7 @@ class GraphLoop:
                 continue
             rang = doorbell.wait(POLL_INTERVAL_S if self._active else OWNER_CHECK_S)
             # Rare: polling every session costs about a microsecond each.
-            # A post without a flag (`core.portable`), unless it belongs to a message that was read before.
+            # A post without a flag (`core.native`), unless it belongs to a message that was read before.
             if rang and doorbell.consumed > doorbell.read and len(self.sessions) > 1:
                 self._active = self._flagged() or list(self.sessions)
             self._check_owners()

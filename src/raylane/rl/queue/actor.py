@@ -153,7 +153,7 @@ class QueueActor:
         except TimeoutError:
             book.end_request(member, request)
             raise QueueTimeoutError(
-                f"after {timeout_s:.3g} s {ready()} of {at_least} groups are there, and {book.state_of_producers()}. "
+                f"after {timeout_s:.1f} s {ready()} of {at_least} groups are there, and {book.state_of_producers()}. "
                 "Raise the timeout if that is expected"
             ) from None
         self._check(member)
