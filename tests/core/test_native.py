@@ -20,8 +20,9 @@ import pytest
 from core.processes import start_code
 from raylane.core import native, portable, semaphore, settings
 from raylane.core.copying import ThreadChoice
+from raylane.core.memory.segment import Segment
 from raylane.core.portable import HEADER, LOGGED, PAGE_BYTES, TEXT, WAKE
-from raylane.core.semaphore import Segment, value
+from raylane.core.semaphore import value
 from raylane.core.waiting import Patience
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -256,7 +257,7 @@ WITHOUT_MEMORY = """
 import _testcapi
 from raylane.core import _native, semaphore
 from raylane.core.portable import LOGGED, PAGE_BYTES
-from raylane.core.semaphore import Segment
+from raylane.core.memory.segment import Segment
 
 class Policy:
     budget_ns = slow_ns = 0
@@ -368,7 +369,7 @@ spec.loader.exec_module(native)
 from raylane.core import semaphore
 from raylane.core.copying import ThreadChoice
 from raylane.core.portable import HEADER
-from raylane.core.semaphore import Segment
+from raylane.core.memory.segment import Segment
 from raylane.core.waiting import Patience
 segment, page = Segment.make(8192), Segment.make(4096)
 for at in (segment.address, page.address):

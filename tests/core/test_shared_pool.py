@@ -12,14 +12,14 @@ from collections.abc import Callable
 
 import pytest
 
-from raylane.core.segment import segment_offsets
-from raylane.core.shared_pool import SharedPool, SharedSegment, map_shared
+from raylane.core.memory.layout import segment_offsets
+from raylane.core.memory.shared_pool import SharedPool, SharedSegment, map_shared
 
 pytestmark = pytest.mark.processes
 SIZE = 5 << 20
 READER = """
 import sys
-from raylane.core.shared_pool import map_shared
+from raylane.core.memory.shared_pool import map_shared
 blocks = map_shared(sys.argv[1], int(sys.argv[3]), [int(sys.argv[2])])
 print(blocks[0][:3], flush=True)
 blocks[0][:3] = b"own"

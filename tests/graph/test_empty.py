@@ -15,8 +15,8 @@ from tests.graph.keeper import Keeper, in_memfd
 
 import raylane
 from core.processes import start_code
-from raylane.core import handover
-from raylane.core.semaphore import Segment
+from raylane.core.memory import regions
+from raylane.core.memory.segment import Segment
 from raylane.graph.channels.ring import MAX_PLACES
 from raylane.testing.leaks import descriptors
 from raylane.transport.value.leaf_memory import leaf_address
@@ -71,28 +71,28 @@ def test_empty_refuses_what_it_cannot_make() -> None:
 
 def test_empty_memory_is_freed_with_the_last_array() -> None:
     gc.collect()
-    before, regions = descriptors(), len(handover._regions)
+    before, count = descriptors(), len(regions._regions)
     array = raylane.empty(100_000, np.float32)
     view = array[10:20]
     del array
     view[:] = 1
-    assert len(handover._regions) == regions + 1
+    assert len(regions._regions) == count + 1
     del view
-    assert (descriptors(), len(handover._regions)) == (before, regions)
+    assert (descriptors(), len(regions._regions)) == (before, count)
 
 
 def test_empty_region_is_found_by_any_part_of_it() -> None:
     first, second = raylane.empty(1000, np.uint8), raylane.empty((10, 100), torch.uint8)
     for array in (first, second.numpy()):
         for part in (array, array[3:7], array[-1:]):
-            found = handover.find(part)
+            found = regions.find(part)
             assert found is not None
             place, _ = found
             segment = Segment.open(place.path)
             part[...] = 7
             assert bytes(segment.view[place.offset : place.offset + place.nbytes]) == b"\x07" * part.nbytes
-    assert handover.find(np.empty(1000)) is None
-    assert handover.find(b"read-only") is None
+    assert regions.find(np.empty(1000)) is None
+    assert regions.find(b"read-only") is None
 
 
 @pytest.mark.processes
@@ -108,9 +108,9 @@ if not child:
     del array
     os._exit(0)
 os.waitpid(child, 0)
-from raylane.core import handover
-from raylane.core.semaphore import Segment
-place, _ = handover.find(array)
+from raylane.core.memory import regions
+from raylane.core.memory.segment import Segment
+place, _ = regions.find(array)
 answer = bytes(Segment.open(place.path).view[place.offset:place.offset + 3])
 """
     assert start_code(code).result() == b"\x05\x05\x05"
@@ -170,14 +170,14 @@ def test_empty_array_outlives_its_sender_in_the_receiver(
 ) -> None:
     g = graph(lambda x: raylane.bind(keeper.keep, x))
     before = ray.get(keeper.maps.remote())
-    regions = len(handover._regions)
+    count = len(regions._regions)
     for number in range(3):
         array = raylane.empty(100_000, np.float32)
         array[:] = number
         g.execute(array).get()
         del array
     assert ray.get(keeper.sums.remote()) == [0, 100_000, 200_000]
-    assert len(handover._regions) == regions  # the memory is the receiver's alone
+    assert len(regions._regions) == count  # the memory is the receiver's alone
     ray.get(keeper.drop.remote())
     g.teardown()
     eventually(lambda: ray.get(keeper.maps.remote()) <= before)
@@ -194,15 +194,15 @@ def test_empty_many_arrays_in_one_message(keeper: Any, graph: Compile) -> None:
 
 
 def test_empty_place_that_is_no_place_is_refused() -> None:
-    from raylane.core.handover import RegionPlace
+    from raylane.core.memory.regions import RegionPlace
     from raylane.graph.channels.lease import LeaseReader
 
     array = raylane.empty(1000, np.uint8)
-    found = handover.find(array)
+    found = regions.find(array)
     assert found is not None
     path = found[0].path
     reader = LeaseReader()
-    for offset, nbytes in [(0, 10), (handover.DATA_OFFSET, 1001), (handover.DATA_OFFSET, 0), (1 << 40, 1), (-1, 1)]:
+    for offset, nbytes in [(0, 10), (regions.DATA_OFFSET, 1001), (regions.DATA_OFFSET, 0), (1 << 40, 1), (-1, 1)]:
         with pytest.raises(OSError, match="smaller than the array"):
             reader.borrow_place(RegionPlace(path, offset, nbytes), private=False)
     assert os.path.exists(path.partition("#")[0])
@@ -213,7 +213,7 @@ def test_empty_place_that_is_no_place_is_refused() -> None:
 
 def held(array: Any) -> int:
     """Return how many values in the memory of an array receivers of graphs hold."""
-    region = handover.region_at(leaf_address(array))
+    region = regions.region_at(leaf_address(array))
     assert region is not None
     assert raylane.is_free(array) == (region.reader_count == 0)
     return region.reader_count

@@ -33,12 +33,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from raylane.core import copying, handover, semaphore
+from raylane.core import copying, semaphore
 from raylane.core.deadline import Deadline
 from raylane.core.finalizing import finalize_here
-from raylane.core.handover import Region, RegionPlace
-from raylane.core.segment import segment_offsets, size_class
-from raylane.core.semaphore import SEMAPHORE_BYTES, Segment
+from raylane.core.memory import regions
+from raylane.core.memory.layout import segment_offsets, size_class
+from raylane.core.memory.regions import Region, RegionPlace
+from raylane.core.memory.segment import Segment
+from raylane.core.semaphore import SEMAPHORE_BYTES
 from raylane.errors import GraphTimeoutError, GraphValueError
 from raylane.graph.lifecycle import Lifecycle
 
@@ -393,16 +395,16 @@ class LeaseReader:
         return [view[at : at + nbytes] for at, nbytes in zip(offsets, descriptor.sizes, strict=True)]
 
     def borrow_place(self, place: RegionPlace, *, private: bool) -> memoryview:
-        """Return bytes of a region of `core.handover` in place, with the errors of `borrow`.
+        """Return bytes of a region of `core.memory.regions` in place, with the errors of `borrow`.
 
         Read-only; with `private` writable, and what this process writes stays in this process.
         """
         segment = self._map(place.path, HANDED)
-        if not handover.DATA_OFFSET <= place.offset <= segment.nbytes - place.nbytes or place.nbytes <= 0:
+        if not regions.DATA_OFFSET <= place.offset <= segment.nbytes - place.nbytes or place.nbytes <= 0:
             raise OSError(errno.EINVAL, f"{place.path} is smaller than the array that it should hold")
         # A mapping for each value: two values of one region must not see what the reader writes into the other.
         mapped = _opened(place.path, private=True) if private else segment
-        return _watched(mapped, place.offset, place.nbytes, handover.release, segment, writable=private)
+        return _watched(mapped, place.offset, place.nbytes, regions.release, segment, writable=private)
 
     def close(self) -> None:
         """Forget all mappings, of a graph that has ended. Arrays stay valid."""

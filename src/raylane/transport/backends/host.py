@@ -3,8 +3,8 @@
 A value in ordinary memory is read with process_vm_readv(2) into pooled memory. A snapshot lies in a sealed memfd, which
 is mapped copy-on-write through /proc/<pid>/fd: nothing is copied until somebody writes. Memory of `raylane.empty` is
 mapped in the same way, and locked against its owner for as long as it is mapped. The second reader of a large
-value asks its source for a copy in shared memory, which all further readers map (`core.shared_pool`); a source that
-does not answer soon is read as before. Of CUDA tensors every reader asks for that copy.
+value asks its source for a copy in shared memory, which all further readers map (`core.memory.shared_pool`); a source
+that does not answer soon is read as before. Of CUDA tensors every reader asks for that copy.
 
 Order of the reads, with no lock between the two processes:
 
@@ -30,10 +30,12 @@ from raylane.core import place, settings, vm
 from raylane.core.collector import paused
 from raylane.core.copying import copy_many
 from raylane.core.deadline import Deadline
-from raylane.core.mappings import MOST_IDLE, Mappings
+from raylane.core.memory.header_slots import next_count
+from raylane.core.memory.layout import address_of, blocks_in, segment_offsets
+from raylane.core.memory.mappings import MOST_IDLE, Mappings
+from raylane.core.memory.sealed import map_sealed
+from raylane.core.memory.shared_pool import map_shared
 from raylane.core.place import Place
-from raylane.core.segment import address_of, blocks_in, map_sealed, next_count, segment_offsets
-from raylane.core.shared_pool import map_shared
 from raylane.errors import SourceLostError, TransportError, TransportUnavailableError
 from raylane.transport.backends.base import (
     Backend,

@@ -15,7 +15,7 @@ A region is a memfd segment of its own:
 Whoever takes the last reference returns the pages to the system: other processes may keep the region mapped for the
 next message, and then hold no memory. The count belongs to the region, so that any number of graphs may send it.
 
-Readers of published values (`core.mappings`) hold a read lock on the file instead, which the kernel drops when
+Readers of published values (`core.memory.mappings`) hold a read lock on the file instead, which the kernel drops when
 they die. They are no part of the count, so only the maker, who sees the locks, returns the pages of a region that was
 published.
 
@@ -31,8 +31,9 @@ import threading
 import weakref
 from typing import Any, NamedTuple
 
-from raylane.core import filelock, semaphore
-from raylane.core.semaphore import Segment, map_file
+from raylane.core import semaphore
+from raylane.core.memory import locks
+from raylane.core.memory.segment import Segment, map_file
 
 DATA_OFFSET = 4096
 """Offset of the data in a region, in bytes: pages can be mapped alone."""
@@ -77,7 +78,7 @@ class Region:
     @property
     def is_read(self) -> bool:
         """True if a graph's receiver or a process that has mapped a published value holds memory of this region."""
-        return self.reader_count > 0 or not filelock.is_free(self._fd, filelock.WRITE)
+        return self.reader_count > 0 or not locks.is_free(self._fd, locks.WRITE)
 
     def publish(self) -> None:
         """Allow other processes to map the region. Call while an array of the region exists."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import errno
-import fcntl
 import math
 import os
 import threading
@@ -24,10 +23,10 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from raylane.core.filelock import READ, UNLOCK, WRITE, lock
-from raylane.core.segment import blocks_in, segment_offsets, size_class
-from raylane.core.semaphore import map_file
-from raylane.core.trimmer import Trimmer
+from raylane.core.memory.layout import blocks_in, segment_offsets, size_class
+from raylane.core.memory.locks import READ, UNLOCK, WRITE, lock
+from raylane.core.memory.segment import has_fixed_size, make_memfd, map_file, open_other, refuse_seals
+from raylane.core.memory.trimmer import Trimmer
 
 _WASTE = 2
 """A segment is not used for less than this part of its size."""
@@ -43,11 +42,9 @@ class SharedSegment:
         self.capacity = capacity
         self.idle_since = 0.0
         """Time (monotonic clock) of the last return to the pool."""
-        self.fd = os.memfd_create("raylane-shared", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.fd = make_memfd(capacity)
         try:
-            os.ftruncate(self.fd, capacity)
-            # A reader whose file shrinks is killed by SIGBUS.
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            refuse_seals(self.fd)
             self.memory = map_file(self.fd, capacity)
             self.inode = os.fstat(self.fd).st_ino
             """Number of the file. A descriptor is used again, an inode of a memfd only after 2**32 others."""
@@ -191,8 +188,7 @@ def map_shared(path: str, inode: int, sizes: Sequence[int]) -> list[Any] | None:
     OSError if the file cannot be opened or mapped.
     """
     offsets, total = segment_offsets(sizes)
-    # O_NONBLOCK: the descriptor's number may belong to a pipe by now, whose open would wait for a writer.
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    fd = open_other(path)
     with contextlib.ExitStack() as undo:
         undo.callback(os.close, fd)
         status = os.fstat(fd)
@@ -209,8 +205,7 @@ def map_received(fd: int, sizes: Sequence[int]) -> list[Any]:
     Takes the descriptor over, and keeps it until the last block is garbage; on an OSError it stays the caller's.
     """
     offsets, total = segment_offsets(sizes)
-    # Of a file that can shrink, a page that is gone would end this process.
-    if os.fstat(fd).st_size < total or not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+    if os.fstat(fd).st_size < total or not has_fixed_size(fd):
         raise OSError(errno.EINVAL, "the descriptor is no segment of this size")
     return _map_blocks(fd, offsets, sizes, total)
 
