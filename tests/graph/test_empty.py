@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,9 @@ from tests.graph.keeper import Keeper, in_memfd
 import raylane
 from core.processes import start_code
 from raylane.core.memory import regions
+from raylane.core.memory.regions import RegionPlace
 from raylane.core.memory.segment import Segment
+from raylane.graph.channels.lease import LeaseReader
 from raylane.graph.channels.ring import MAX_PLACES
 from raylane.testing.leaks import descriptors
 from raylane.transport.value.leaf_memory import leaf_address
@@ -194,9 +197,6 @@ def test_empty_many_arrays_in_one_message(keeper: Any, graph: Compile) -> None:
 
 
 def test_empty_place_that_is_no_place_is_refused() -> None:
-    from raylane.core.memory.regions import RegionPlace
-    from raylane.graph.channels.lease import LeaseReader
-
     array = raylane.empty(1000, np.uint8)
     found = regions.find(array)
     assert found is not None
@@ -215,8 +215,8 @@ def held(array: Any) -> int:
     """Return how many values in the memory of an array receivers of graphs hold."""
     region = regions.region_at(leaf_address(array))
     assert region is not None
-    assert raylane.is_free(array) == (region.reader_count == 0)
-    return region.reader_count
+    assert raylane.is_free(array) == (region.held_count == 0)
+    return region.held_count
 
 
 def test_memory_is_not_free_while_receivers_hold_values(
@@ -233,6 +233,45 @@ def test_memory_is_not_free_while_receivers_hold_values(
     assert held(tensor.view(torch.uint8)) == 1
     ray.get(keeper.drop.remote())
     eventually(lambda: raylane.is_free(array) and raylane.is_free(tensor))
+
+
+def test_memory_is_free_after_its_receiver_was_killed(
+    keeper: Any, graph: Compile, eventually: Callable[..., None]
+) -> None:
+    g = graph(lambda x: raylane.bind(keeper.keep, x))
+    array = raylane.empty(50_000, np.float32)
+    buffers = raylane.Buffers((50_000,), np.float32, 1)
+    g.execute([array, buffers.take()]).get()
+    assert held(array) == 1
+    os.kill(ray.get(keeper.pid.remote()), signal.SIGKILL)
+    raylane.wait_free(array, 30)
+    assert buffers.take(30).shape == (50_000,)
+
+
+def test_receiver_of_many_regions_copies_beyond_its_limit(
+    keeper: Any, graph: Compile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raylane.graph.channels.lease.MAX_OPEN_REGIONS", 4)
+    g = graph(lambda x: raylane.bind(keeper.make, x))
+    kept = [g.execute(100_000).get() for _ in range(8)]
+    assert [in_memfd(one) for one in kept] == [True] * 4 + [False] * 4
+    assert all(not one.flags.writeable and one.sum() == 300_000 for one in kept)
+
+
+def test_region_without_a_place_for_a_reader_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(regions, "_PLACES", regions._PLACES[:1])
+    array = raylane.empty(1000, np.uint8)
+    array[:] = 3
+    place, region = regions.find(array) or pytest.fail("not in a region")
+    region.hand_over(2)
+    readers = LeaseReader(), LeaseReader()
+    mapped, copied = (reader.borrow_place(place, private=False) for reader in readers)
+    assert not region.is_under_way
+    array[:] = 4
+    assert (mapped[0], copied[0]) == (4, 3)
+    assert held(array) == 1
+    del mapped
+    assert held(array) == 0
 
 
 def test_memory_is_free_after_the_readers_of_every_graph(

@@ -18,8 +18,8 @@ LONG_FUNCTIONS: dict[str, str] = {}
 PACKAGE = ROOT / "src" / "raylane"
 BUDGETS = {
     "cli": 1055,
-    "core": 2083,
-    "graph": 7048,
+    "core": 2125,
+    "graph": 7073,
     "modules": 552,
     "nemo": 926,
     "rl": 2945,

@@ -24,6 +24,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from raylane.core.finalizing import finalize_here
+from raylane.core.memory import regions
 from raylane.core.memory.locks import READ, UNLOCK, lock
 from raylane.core.memory.sealed import map_sealed
 from raylane.core.memory.segment import Segment
@@ -166,7 +167,7 @@ class _RegionMapping:
 
     def _lock_for_reading(self) -> None:
         assert self._segment.fd is not None
-        if not lock(self._segment.fd, READ):
+        if not lock(self._segment.fd, READ, regions.DATA_OFFSET):
             raise AssertionError(f"{self.key} has a lock that excludes readers, which nobody takes")
 
     def put_down(self) -> None:
