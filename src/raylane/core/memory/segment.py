@@ -46,6 +46,8 @@ _FIXED_SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _PATH = re.compile(r"(/proc/[0-9]{1,10}/fd/[0-9]{1,10})#([0-9a-f]{1,16})")
 _KEY = struct.Struct("<Q")
 _KEY_AT = 4088
+HEAD_BYTES = 4096
+"""Bytes at the begin of a segment that end with its key; data follow them."""
 
 
 def make_memfd(nbytes: int) -> int:

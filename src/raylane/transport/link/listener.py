@@ -522,7 +522,7 @@ class Listener:
         def answer(segment: SharedSegment | None) -> wire.Message:
             if segment is None:
                 return wire.Gone(key, moved=True)
-            return wire.Shared(segment.fd, segment.inode)
+            return wire.Shared(segment.path)
 
         self._work_for(peer, entry, lambda: self._store.share(entry), answer, "could not make a shared copy")
 
