@@ -8,7 +8,8 @@ import time
 from typing import Any
 
 from raylane.core import semaphore
-from raylane.core.semaphore import SEMAPHORE_BYTES, Segment
+from raylane.core.memory.segment import Segment
+from raylane.core.semaphore import SEMAPHORE_BYTES
 
 
 class Peer:

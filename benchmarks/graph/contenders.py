@@ -37,8 +37,9 @@ from benchmarks.graph.cases import (
 )
 from benchmarks.measure import Tally
 from raylane.core import semaphore
+from raylane.core.memory.segment import Segment
 from raylane.core.native import PAGE_BYTES
-from raylane.core.semaphore import SEMAPHORE_BYTES, Segment
+from raylane.core.semaphore import SEMAPHORE_BYTES
 
 TIMEOUT_S = 60.0
 STEP_S = 20e-3

@@ -13,19 +13,19 @@ import numpy as np
 import pytest
 
 from core.processes import Pipe, start
-from raylane.core import handover
-from raylane.core import mappings as mappings_module
-from raylane.core.handover import DATA_OFFSET, Region
-from raylane.core.mappings import MOST_IDLE, Mappings, written_ranges
-from raylane.core.segment import write_segment
+from raylane.core.memory import mappings as mappings_module
+from raylane.core.memory import regions
+from raylane.core.memory.mappings import MOST_IDLE, Mappings, written_ranges
+from raylane.core.memory.regions import DATA_OFFSET, Region
+from raylane.core.memory.sealed import write_segment
 
 PAGE = 4096
 
 
 def made(pages: int = 4) -> tuple[np.ndarray[Any, Any], Region]:
-    memory = handover.make(pages * PAGE)
+    memory = regions.make(pages * PAGE)
     array = np.frombuffer(memory, np.uint8, offset=DATA_OFFSET)
-    region = handover.region_at(array.ctypes.data)
+    region = regions.region_at(array.ctypes.data)
     assert region is not None
     region.publish()
     return array, region

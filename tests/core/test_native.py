@@ -20,8 +20,9 @@ import pytest
 from core.processes import start_code
 from raylane.core import native, semaphore
 from raylane.core.copying import ThreadChoice
+from raylane.core.memory.segment import Segment
 from raylane.core.native import HEADER, LOGGED, PAGE_BYTES, TEXT, WAKE
-from raylane.core.semaphore import Segment, value
+from raylane.core.semaphore import value
 from raylane.core.waiting import Patience
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -216,7 +217,7 @@ WITHOUT_MEMORY = """
 import _testcapi
 from raylane.core import _native, semaphore
 from raylane.core.native import LOGGED, PAGE_BYTES
-from raylane.core.semaphore import Segment
+from raylane.core.memory.segment import Segment
 
 class Policy:
     budget_ns = slow_ns = 0
@@ -324,7 +325,7 @@ spec.loader.exec_module(native)
 from raylane.core import semaphore
 from raylane.core.copying import ThreadChoice
 from raylane.core.native import HEADER
-from raylane.core.semaphore import Segment
+from raylane.core.memory.segment import Segment
 from raylane.core.waiting import Patience
 segment, page = Segment.make(8192), Segment.make(4096)
 for at in (segment.address, page.address):

@@ -10,16 +10,10 @@ import pytest
 import torch
 
 from raylane.core import vm
-from raylane.core.segment import (
-    HUGE_FROM_BYTES,
-    HUGE_PAGE,
-    BufferPool,
-    HeaderSlots,
-    address_of,
-    map_segment,
-    size_class,
-    write_segment,
-)
+from raylane.core.memory.buffer_pool import HUGE_FROM_BYTES, HUGE_PAGE, BufferPool
+from raylane.core.memory.header_slots import HeaderSlots
+from raylane.core.memory.layout import address_of, size_class
+from raylane.core.memory.sealed import map_segment, write_segment
 
 
 def test_size_classes_waste_at_most_a_quarter() -> None:

@@ -16,7 +16,9 @@ import pytest
 
 from core.processes import Pipe, start
 from raylane.core import semaphore
-from raylane.core.semaphore import SEMAPHORE_BYTES, Segment, block, init, post, try_wait, value
+from raylane.core.memory import segment as segment_module
+from raylane.core.memory.segment import Segment
+from raylane.core.semaphore import SEMAPHORE_BYTES, block, init, post, try_wait, value
 
 
 def made(*values: int) -> Segment:
@@ -349,7 +351,9 @@ def test_a_failed_mapping_closes_its_descriptor_once(monkeypatch: pytest.MonkeyP
 @pytest.mark.processes
 def test_segments_left_at_exit_print_nothing() -> None:
     code = """
-from raylane.core.semaphore import Segment, init
+from raylane.core.memory import segment as segment_module
+from raylane.core.memory.segment import Segment
+from raylane.core.semaphore import init
 kept = Segment.make(4096)
 init(kept.address)
 other = Segment.open(kept.path)
@@ -361,9 +365,9 @@ view = kept.view[:3]
 
 def test_segment_at_interpreter_end_closes_its_descriptor(monkeypatch) -> None:
     """Python has emptied the modules by then: an ignored exception was printed at the end of a driver."""
-    segment = semaphore.Segment.make(4096)
+    segment = Segment.make(4096)
     fd = segment.fd
-    monkeypatch.setattr(semaphore, "os", None)
+    monkeypatch.setattr(segment_module, "os", None)
     segment.__del__()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)

@@ -12,15 +12,15 @@ from collections.abc import Callable
 
 import pytest
 
-from raylane.core.segment import segment_offsets
-from raylane.core.shared_pool import SharedPool, SharedSegment, map_shared
+from raylane.core.memory.layout import segment_offsets
+from raylane.core.memory.shared_pool import SharedPool, SharedSegment, map_shared
 
 pytestmark = pytest.mark.processes
 SIZE = 5 << 20
 READER = """
 import sys
-from raylane.core.shared_pool import map_shared
-blocks = map_shared(sys.argv[1], int(sys.argv[3]), [int(sys.argv[2])])
+from raylane.core.memory.shared_pool import map_shared
+blocks = map_shared(sys.argv[1], [int(sys.argv[2])])
 print(blocks[0][:3], flush=True)
 blocks[0][:3] = b"own"
 sys.stdin.readline()
@@ -33,10 +33,6 @@ def filled(pool: SharedPool, content: bytes) -> SharedSegment:
     segment.memory[: len(content)] = content
     segment.release_to_readers()
     return segment
-
-
-def path(segment: SharedSegment) -> str:
-    return f"/proc/{os.getpid()}/fd/{segment.fd}"
 
 
 @pytest.fixture
@@ -52,7 +48,7 @@ def descriptors() -> object:
 def test_segment_is_filled_again_only_without_readers(end: str) -> None:
     pool = SharedPool(1 << 30)
     segment = filled(pool, b"abcdef")
-    command = [sys.executable, "-c", READER, path(segment), str(SIZE), str(segment.inode)]
+    command = [sys.executable, "-c", READER, segment.path, str(SIZE)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
         assert reader.stdout is not None
         assert reader.stdin is not None
@@ -68,7 +64,7 @@ def test_segment_is_filled_again_only_without_readers(end: str) -> None:
             assert reader.stdout.readline() == "b'owndef'\n"  # its own write, and what was there
         reader.wait()
     pool.give_back(other)
-    assert {pool.take(SIZE).fd for _ in range(2)} == {segment.fd, other.fd}
+    assert {pool.take(SIZE).path for _ in range(2)} == {segment.path, other.path}
     segment.close()
     other.close()
 
@@ -77,9 +73,9 @@ def test_segment_is_filled_again_only_without_readers(end: str) -> None:
 def test_segment_that_is_being_filled_is_not_mapped() -> None:
     pool = SharedPool(1 << 30)
     segment = pool.take(SIZE)
-    assert map_shared(path(segment), segment.inode, [SIZE]) is None
+    assert map_shared(segment.path, [SIZE]) is None
     segment.release_to_readers()
-    blocks = map_shared(path(segment), segment.inode, [100, 200])
+    blocks = map_shared(segment.path, [100, 200])
     assert blocks is not None
     assert [len(block) for block in blocks] == [100, 200]
     assert segment_offsets([100, 200])[1] <= SIZE
@@ -87,7 +83,9 @@ def test_segment_that_is_being_filled_is_not_mapped() -> None:
     del blocks
     gc.collect()
     assert segment.lock_again()
-    assert map_shared(path(segment), segment.inode, [1 << 30]) is None  # too small
+    segment.release_to_readers()
+    with pytest.raises(OSError, match="smaller than the value"):
+        map_shared(segment.path, [1 << 30])
     segment.close()
 
 
@@ -109,7 +107,7 @@ def test_idle_segments_are_limited_and_fit_the_request() -> None:
 def test_idle_segments_are_closed_after_a_while(eventually: Callable[..., None]) -> None:
     pool = SharedPool(1 << 30, idle_s=0.1)
     kept, segment = filled(pool, b"x"), filled(pool, b"abc")
-    blocks = map_shared(path(segment), segment.inode, [SIZE])
+    blocks = map_shared(segment.path, [SIZE])
     pool.give_back(segment)
     eventually(lambda: pool.idle_bytes == 0 and pool.nbytes == kept.capacity)
     assert blocks is not None
@@ -126,8 +124,9 @@ def test_descriptor_of_another_segment_is_not_mapped() -> None:
     dropped = filled(pool, b"old")
     pool.drop(dropped)
     other = filled(pool, b"new")
-    assert other.fd == dropped.fd
-    assert map_shared(path(other), dropped.inode, [SIZE]) is None
+    assert other.path.partition("#")[0] == dropped.path.partition("#")[0]
+    with pytest.raises(FileNotFoundError, match="another file by now"):
+        map_shared(dropped.path, [SIZE])
     pool.drop(other)
 
 

@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from raylane.core import place, vm
-from raylane.core.segment import address_of
+from raylane.core.memory.layout import address_of
 
 CHILD = """
 import ctypes, sys

@@ -13,7 +13,8 @@ import pytest
 
 from core.processes import Pipe, start
 from raylane.core import native, semaphore, waiting
-from raylane.core.semaphore import SEMAPHORE_BYTES, Segment, post, value
+from raylane.core.memory.segment import Segment
+from raylane.core.semaphore import SEMAPHORE_BYTES, post, value
 from raylane.core.waiting import (
     BUDGETS_NS,
     FORGIVE_NS,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,9 @@ class Keeper:
         self.kept.append(items)
         tensors = [item for item in items if isinstance(item, torch.Tensor)]
         return min(float(one.min()) for one in tensors), max(float(one.max()) for one in tensors)
+
+    def pid(self) -> int:
+        return os.getpid()
 
     def maps(self) -> int:
         with open("/proc/self/maps") as lines:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +16,10 @@ from tests.graph.keeper import Keeper, in_memfd
 
 import raylane
 from core.processes import start_code
-from raylane.core import handover
-from raylane.core.semaphore import Segment
+from raylane.core.memory import regions
+from raylane.core.memory.regions import RegionPlace
+from raylane.core.memory.segment import Segment
+from raylane.graph.channels.lease import LeaseReader
 from raylane.graph.channels.ring import MAX_PLACES
 from raylane.testing.leaks import descriptors
 from raylane.transport.value.leaf_memory import leaf_address
@@ -71,28 +74,28 @@ def test_empty_refuses_what_it_cannot_make() -> None:
 
 def test_empty_memory_is_freed_with_the_last_array() -> None:
     gc.collect()
-    before, regions = descriptors(), len(handover._regions)
+    before, count = descriptors(), len(regions._regions)
     array = raylane.empty(100_000, np.float32)
     view = array[10:20]
     del array
     view[:] = 1
-    assert len(handover._regions) == regions + 1
+    assert len(regions._regions) == count + 1
     del view
-    assert (descriptors(), len(handover._regions)) == (before, regions)
+    assert (descriptors(), len(regions._regions)) == (before, count)
 
 
 def test_empty_region_is_found_by_any_part_of_it() -> None:
     first, second = raylane.empty(1000, np.uint8), raylane.empty((10, 100), torch.uint8)
     for array in (first, second.numpy()):
         for part in (array, array[3:7], array[-1:]):
-            found = handover.find(part)
+            found = regions.find(part)
             assert found is not None
             place, _ = found
             segment = Segment.open(place.path)
             part[...] = 7
             assert bytes(segment.view[place.offset : place.offset + place.nbytes]) == b"\x07" * part.nbytes
-    assert handover.find(np.empty(1000)) is None
-    assert handover.find(b"read-only") is None
+    assert regions.find(np.empty(1000)) is None
+    assert regions.find(b"read-only") is None
 
 
 @pytest.mark.processes
@@ -108,9 +111,9 @@ if not child:
     del array
     os._exit(0)
 os.waitpid(child, 0)
-from raylane.core import handover
-from raylane.core.semaphore import Segment
-place, _ = handover.find(array)
+from raylane.core.memory import regions
+from raylane.core.memory.segment import Segment
+place, _ = regions.find(array)
 answer = bytes(Segment.open(place.path).view[place.offset:place.offset + 3])
 """
     assert start_code(code).result() == b"\x05\x05\x05"
@@ -170,14 +173,14 @@ def test_empty_array_outlives_its_sender_in_the_receiver(
 ) -> None:
     g = graph(lambda x: raylane.bind(keeper.keep, x))
     before = ray.get(keeper.maps.remote())
-    regions = len(handover._regions)
+    count = len(regions._regions)
     for number in range(3):
         array = raylane.empty(100_000, np.float32)
         array[:] = number
         g.execute(array).get()
         del array
     assert ray.get(keeper.sums.remote()) == [0, 100_000, 200_000]
-    assert len(handover._regions) == regions  # the memory is the receiver's alone
+    assert len(regions._regions) == count  # the memory is the receiver's alone
     ray.get(keeper.drop.remote())
     g.teardown()
     eventually(lambda: ray.get(keeper.maps.remote()) <= before)
@@ -194,15 +197,12 @@ def test_empty_many_arrays_in_one_message(keeper: Any, graph: Compile) -> None:
 
 
 def test_empty_place_that_is_no_place_is_refused() -> None:
-    from raylane.core.handover import RegionPlace
-    from raylane.graph.channels.lease import LeaseReader
-
     array = raylane.empty(1000, np.uint8)
-    found = handover.find(array)
+    found = regions.find(array)
     assert found is not None
     path = found[0].path
     reader = LeaseReader()
-    for offset, nbytes in [(0, 10), (handover.DATA_OFFSET, 1001), (handover.DATA_OFFSET, 0), (1 << 40, 1), (-1, 1)]:
+    for offset, nbytes in [(0, 10), (regions.DATA_OFFSET, 1001), (regions.DATA_OFFSET, 0), (1 << 40, 1), (-1, 1)]:
         with pytest.raises(OSError, match="smaller than the array"):
             reader.borrow_place(RegionPlace(path, offset, nbytes), private=False)
     assert os.path.exists(path.partition("#")[0])
@@ -213,10 +213,10 @@ def test_empty_place_that_is_no_place_is_refused() -> None:
 
 def held(array: Any) -> int:
     """Return how many values in the memory of an array receivers of graphs hold."""
-    region = handover.region_at(leaf_address(array))
+    region = regions.region_at(leaf_address(array))
     assert region is not None
-    assert raylane.is_free(array) == (region.reader_count == 0)
-    return region.reader_count
+    assert raylane.is_free(array) == (region.held_count == 0)
+    return region.held_count
 
 
 def test_memory_is_not_free_while_receivers_hold_values(
@@ -233,6 +233,45 @@ def test_memory_is_not_free_while_receivers_hold_values(
     assert held(tensor.view(torch.uint8)) == 1
     ray.get(keeper.drop.remote())
     eventually(lambda: raylane.is_free(array) and raylane.is_free(tensor))
+
+
+def test_memory_is_free_after_its_receiver_was_killed(
+    keeper: Any, graph: Compile, eventually: Callable[..., None]
+) -> None:
+    g = graph(lambda x: raylane.bind(keeper.keep, x))
+    array = raylane.empty(50_000, np.float32)
+    buffers = raylane.Buffers((50_000,), np.float32, 1)
+    g.execute([array, buffers.take()]).get()
+    assert held(array) == 1
+    os.kill(ray.get(keeper.pid.remote()), signal.SIGKILL)
+    raylane.wait_free(array, 30)
+    assert buffers.take(30).shape == (50_000,)
+
+
+def test_receiver_of_many_regions_copies_beyond_its_limit(
+    keeper: Any, graph: Compile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raylane.graph.channels.lease.MAX_OPEN_REGIONS", 4)
+    g = graph(lambda x: raylane.bind(keeper.make, x))
+    kept = [g.execute(100_000).get() for _ in range(8)]
+    assert [in_memfd(one) for one in kept] == [True] * 4 + [False] * 4
+    assert all(not one.flags.writeable and one.sum() == 300_000 for one in kept)
+
+
+def test_region_without_a_place_for_a_reader_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(regions, "_PLACES", regions._PLACES[:1])
+    array = raylane.empty(1000, np.uint8)
+    array[:] = 3
+    place, region = regions.find(array) or pytest.fail("not in a region")
+    region.hand_over(2)
+    readers = LeaseReader(), LeaseReader()
+    mapped, copied = (reader.borrow_place(place, private=False) for reader in readers)
+    assert not region.is_under_way
+    array[:] = 4
+    assert (mapped[0], copied[0]) == (4, 3)
+    assert held(array) == 1
+    del mapped
+    assert held(array) == 0
 
 
 def test_memory_is_free_after_the_readers_of_every_graph(

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from core.processes import start_code
-from raylane.core.segment import BLOCK_ALIGNMENT
+from raylane.core.memory.layout import BLOCK_ALIGNMENT
 from raylane.errors import GraphTimeoutError, GraphValueError
 from raylane.graph.channels import lease
 from raylane.graph.channels.lease import (

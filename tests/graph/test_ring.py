@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from core.processes import Child, start_code
-from raylane.core.semaphore import Segment, block, try_wait, value
+from raylane.core.memory.segment import Segment
+from raylane.core.semaphore import block, try_wait, value
 from raylane.errors import GraphPlanError, GraphTimeoutError, GraphValueError
 from raylane.graph.channels import ring
 from raylane.graph.channels.lease import LeasePool, LeaseReader
@@ -287,7 +288,8 @@ def test_reserved_memory_is_handed_over() -> None:
 READER = """
 # Takes `count` messages, answers each on a ring of its own, and says what it has seen.
 import zlib
-from raylane.core.semaphore import Segment, block, try_wait
+from raylane.core.memory.segment import Segment
+from raylane.core.semaphore import block, try_wait
 from raylane.graph.channels.lease import LeasePool, LeaseReader
 from raylane.graph.channels.ring import ProcessDoorbell, RingReader, RingSpec, RingWriter
 from raylane.graph.values.message import Message, VALUE

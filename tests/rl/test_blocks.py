@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from raylane.core.deadline import Deadline
-from raylane.core.semaphore import Segment
+from raylane.core.memory.segment import Segment
 from raylane.errors import GraphValueError
 from raylane.rl.queue.blocks import IDLE_S, BlockWriter, WrittenItem, block_bytes, read_item
 

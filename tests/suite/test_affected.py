@@ -66,7 +66,7 @@ def test_change_of_what_acts_on_ray_leaves_out_tests_without_ray() -> None:
         "constraints.txt",
         "pyproject.toml",
         "src/raylane/_ray.py",
-        "src/raylane/core/segment.py",
+        "src/raylane/core/memory/segment.py",
         "src/raylane/errors.py",
         "src/raylane/testing/leaks.py",
         "src/raylane/new_package/module.py",

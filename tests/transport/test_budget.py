@@ -12,7 +12,7 @@ import torch
 from tests.transport.servers import entry_of
 
 import raylane
-from raylane.core.shared_pool import SharedPool
+from raylane.core.memory.shared_pool import SharedPool
 from raylane.errors import BudgetExceededError, TensorMutatedError
 from raylane.transport.hold.budget import Budget
 from raylane.transport.hold.store import Entry, Store

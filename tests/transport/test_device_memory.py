@@ -13,8 +13,9 @@ import torch
 
 import raylane
 from raylane.core.deadline import Deadline
+from raylane.core.memory.buffer_pool import BufferPool
+from raylane.core.memory.layout import SMALL_BLOCK_BYTES
 from raylane.core.place import Place
-from raylane.core.segment import SMALL_BLOCK_BYTES, BufferPool
 from raylane.core.spans import Span
 from raylane.errors import ProtocolError, TransportUnavailableError
 from raylane.transport.backends import base

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from raylane.core.deadline import Deadline
-from raylane.core.segment import BufferPool, bytes_at
+from raylane.core.memory.buffer_pool import BufferPool
+from raylane.core.memory.layout import bytes_at
 from raylane.transport.read.receiving import check_target, receive
 from raylane.transport.read.targets import Targets, match, paths, structure
 from raylane.transport.value import codec

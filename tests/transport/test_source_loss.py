@@ -22,7 +22,7 @@ from tests.victims import VICTIMS
 import raylane
 from raylane.core import vm
 from raylane.core.deadline import Deadline
-from raylane.core.segment import address_of
+from raylane.core.memory.layout import address_of
 from raylane.errors import (
     SourceLostError,
     TensorFreedError,

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from raylane import _ray
 from raylane.core import settings, vm
 from raylane.core.deadline import Deadline
+from raylane.core.memory.segment import Segment
 from raylane.core.place import start_ticks
-from raylane.core.semaphore import Segment
 from raylane.errors import WeightsError, WeightsLostError, WeightsTimeoutError
 from raylane.weights.delta import DeltaOptions, LinkSpeed, Run
 from raylane.weights.leases import WatchedReaders

@@ -25,8 +25,8 @@ import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from raylane.core.deadline import Deadline
-from raylane.core.filelock import READ, UNLOCK, WRITE, is_free, lock
-from raylane.core.semaphore import Segment
+from raylane.core.memory.locks import READ, UNLOCK, WRITE, is_free, lock
+from raylane.core.memory.segment import Segment
 from raylane.errors import WeightsLostError, WeightsTimeoutError
 
 # Only for annotations: keepers import this module, and need no torch.

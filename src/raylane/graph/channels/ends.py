@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from raylane.core.semaphore import Segment
+from raylane.core.memory.segment import Segment
 from raylane.errors import GraphPlanError
 from raylane.graph.channels.layout import GraphLayout
 from raylane.graph.channels.lease import LeasePool, LeaseReader

@@ -24,29 +24,31 @@ KEPT_BYTES are for reuse; of a segment beyond them the last reader frees the pag
 from __future__ import annotations
 
 import collections
+import contextlib
 import ctypes
 import errno
 import itertools
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
-from raylane.core import copying, handover, semaphore
+from raylane.core import copying, semaphore
 from raylane.core.deadline import Deadline
 from raylane.core.finalizing import finalize_here
-from raylane.core.handover import Region, RegionPlace
-from raylane.core.segment import segment_offsets, size_class
-from raylane.core.semaphore import SEMAPHORE_BYTES, Segment
+from raylane.core.memory import regions
+from raylane.core.memory.layout import segment_offsets, size_class
+from raylane.core.memory.regions import ReadRegion, Region, RegionPlace
+from raylane.core.memory.segment import Segment
+from raylane.core.semaphore import SEMAPHORE_BYTES
 from raylane.errors import GraphTimeoutError, GraphValueError
 from raylane.graph.lifecycle import Lifecycle
 
 MAX_READERS = 256
 """Maximum number of readers of one message within a host; rings and segments reserve a semaphore for each."""
 DATA_OFFSET = MAX_READERS * SEMAPHORE_BYTES
-HANDED = -1
-"""Number of a segment that belongs to no pool but to an array of `raylane.empty`."""
 MAX_IDLE = 8
 """Maximum number of idle segments in a pool; the segment that was idle for longest is discarded first."""
 KEPT_BYTES = 512 << 20
@@ -56,6 +58,11 @@ KEPT_SEGMENTS = 4
 """Number of segments that are used again whatever their size."""
 MAX_MAPPED = 64
 """Maximum number of mappings that a reader keeps for reuse. A mapping of a discarded segment holds no memory."""
+MAX_OPEN_REGIONS = 256
+"""Regions of `raylane.empty` that a reader has open at once; of values in further ones it makes copies.
+
+The lock by which the maker sees that a reader lives needs a descriptor, and `ulimit -n` is 1024 in many places.
+"""
 MAX_OPEN_LEASES = 64
 """Number of leased segments above which those that every reader has mapped lose their file descriptor.
 
@@ -73,6 +80,10 @@ RECLAIM_CHECKS = 16
 Readers may keep thousands, so not all are checked each time: at most one segment in this many is returned and not yet
 noticed. All segments are checked where memory is short.
 """
+
+
+_Key = TypeVar("_Key")
+_Kept = TypeVar("_Kept")
 
 
 class Descriptor(NamedTuple):
@@ -175,7 +186,7 @@ class LeasePool:
         """Regions of the user's arrays that readers may still have to open."""
 
     def hand_over(self, region: Region, readers: int) -> None:
-        """Count the readers of a message in a region, and keep its path until they have dropped it. Does not wait.
+        """Count the readers of a message in a region, and keep its path until they have opened it. Does not wait.
 
         The memory is the user's own: it counts toward no limit.
         """
@@ -187,7 +198,7 @@ class LeasePool:
     def _reclaim_handed(self, limit: int) -> None:
         for _ in range(min(limit, len(self._handed))):
             region, _ = self._handed.popitem(last=False)
-            if region.reader_count > 0:
+            if region.is_under_way:
                 self._handed[region] = None
 
     def lend(self, parts: Sequence[Any], readers: tuple[str, ...]) -> Descriptor:
@@ -371,9 +382,13 @@ class LeaseReader:
     """Segments of other processes that this process has mapped for one graph. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards _mapped
+        self._lock = threading.Lock()  # guards _mapped, _regions and _open_regions
         self._mapped: collections.OrderedDict[tuple[str, int], Segment] = collections.OrderedDict()
         """Mappings, least recently used first, by path and number of the segment."""
+        self._regions: collections.OrderedDict[str, ReadRegion] = collections.OrderedDict()
+        """Regions of `raylane.empty` by path, least recently used first."""
+        self._open_regions: weakref.WeakSet[ReadRegion] = weakref.WeakSet()
+        """All regions that are open here: those above, and those in which arrays lie."""
 
     def borrow(self, descriptor: Descriptor, reader: int, *, writable: bool) -> list[memoryview]:
         """Return the parts of a leased message in place. The lease ends when the last view of them is garbage.
@@ -393,46 +408,74 @@ class LeaseReader:
         return [view[at : at + nbytes] for at, nbytes in zip(offsets, descriptor.sizes, strict=True)]
 
     def borrow_place(self, place: RegionPlace, *, private: bool) -> memoryview:
-        """Return bytes of a region of `core.handover` in place, with the errors of `borrow`.
+        """Return bytes of a region of `core.memory.regions` in place, with the errors of `borrow`.
 
-        Read-only; with `private` writable, and what this process writes stays in this process.
+        Read-only; with `private` writable, and what this process writes stays in this process. A copy where
+        MAX_OPEN_REGIONS are open here, or the region has no place for another reader.
         """
-        segment = self._map(place.path, HANDED)
-        if not handover.DATA_OFFSET <= place.offset <= segment.nbytes - place.nbytes or place.nbytes <= 0:
+        region = self._region(place.path)
+        segment = region.segment
+        if not regions.DATA_OFFSET <= place.offset <= segment.nbytes - place.nbytes or place.nbytes <= 0:
             raise OSError(errno.EINVAL, f"{place.path} is smaller than the array that it should hold")
+        if not region.has_place or len(self._open_regions) > MAX_OPEN_REGIONS:
+            # The message keeps the maker from writing until it is skipped.
+            copied = memoryview(bytearray(segment.view[place.offset : place.offset + place.nbytes]))
+            region.skip()
+            return copied if private else copied.toreadonly()
         # A mapping for each value: two values of one region must not see what the reader writes into the other.
         mapped = _opened(place.path, private=True) if private else segment
-        return _watched(mapped, place.offset, place.nbytes, handover.release, segment, writable=private)
+        region.hold()
+        return _watched(mapped, place.offset, place.nbytes, region.release, writable=private)
 
     def close(self) -> None:
         """Forget all mappings, of a graph that has ended. Arrays stay valid."""
         with self._lock:
             self._mapped.clear()
+            self._regions.clear()
 
     @property
     def mapped_count(self) -> int:
         """Number of mappings that are kept for reuse."""
-        return len(self._mapped)
+        return len(self._mapped) + len(self._regions)
 
     def _map(self, path: str, number: int) -> Segment:
         # The path alone does not identify a segment: the kernel reuses descriptor numbers, a pool never its own.
-        key = (path, number)
+        return self._kept(self._mapped, (path, number), lambda: _opened(path))
+
+    def _region(self, path: str) -> ReadRegion:
+        def open_region() -> ReadRegion:
+            with _translated(path):
+                region = ReadRegion(path)
+            self._open_regions.add(region)
+            return region
+
+        return self._kept(self._regions, path, open_region)
+
+    def _kept(self, mappings: collections.OrderedDict[_Key, _Kept], key: _Key, map_anew: Callable[[], _Kept]) -> _Kept:
+        """Return the mapping with a key, and keep it for reuse as the one that was used last."""
         # Results may be unpickled by several threads of the driver.
         with self._lock:
-            segment = self._mapped.get(key)
-            if segment is None:
-                segment = self._mapped[key] = _opened(path)
-                if len(self._mapped) > MAX_MAPPED:
-                    self._mapped.popitem(last=False)
+            mapping = mappings.get(key)
+            if mapping is None:
+                mapping = mappings[key] = map_anew()
+                if len(mappings) > MAX_MAPPED:
+                    mappings.popitem(last=False)
             else:
-                self._mapped.move_to_end(key)
-            return segment
+                mappings.move_to_end(key)
+            return mapping
 
 
 def _opened(path: str, *, private: bool = False) -> Segment:
     """Map a segment of another process. SegmentGone if it no longer exists."""
-    try:
+    with _translated(path):
         return Segment.open(path, private=private)
+
+
+@contextlib.contextmanager
+def _translated(path: str) -> Iterator[None]:
+    """Raise SegmentGone for the errors of opening a segment that no longer exists."""
+    try:
+        yield
     except (FileNotFoundError, PermissionError, ProcessLookupError) as error:
         # PermissionError is what /proc reports for a zombie process.
         raise SegmentGone(f"{path} cannot be opened any more: {error}") from error

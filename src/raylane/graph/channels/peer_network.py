@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raylane.core.deadline import Deadline
-from raylane.core.semaphore import Segment
+from raylane.core.memory.segment import Segment
 from raylane.errors import GraphClosedError, GraphPlanError, GraphTimeoutError, TransportError
 from raylane.graph.channels import ring
 from raylane.graph.channels.ends import ChannelEnds

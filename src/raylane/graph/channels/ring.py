@@ -32,10 +32,12 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from raylane.core import handover, native, semaphore
-from raylane.core.handover import Region, RegionPlace
-from raylane.core.segment import segment_offsets
-from raylane.core.semaphore import SEMAPHORE_BYTES, Segment
+from raylane.core import native, semaphore
+from raylane.core.memory import regions
+from raylane.core.memory.layout import segment_offsets
+from raylane.core.memory.regions import Region, RegionPlace
+from raylane.core.memory.segment import Segment
+from raylane.core.semaphore import SEMAPHORE_BYTES
 from raylane.core.waiting import patience
 from raylane.errors import GraphPlanError
 from raylane.graph.channels.lease import MAX_READERS, Descriptor, LeasePool, LeaseReader, Reservation
@@ -58,8 +60,8 @@ MAX_PLACES = 10
 LENT_BUFFERS, LENT_BODY, WAKE, HANDED_OVER = 1, 2, native.WAKE, 8
 ELSEWHERE = LENT_BUFFERS | LENT_BODY
 """Flags of a message: its buffers are leased; its body too; the driver awaits its execution in asyncio; some of its
-buffers lie in memory that is handed over (`core.handover`). A part of a message with a flag of ELSEWHERE is not in its
-slot."""
+buffers lie in memory that is handed over (`core.memory.regions`). A part of a message with a flag of ELSEWHERE is not
+in its slot."""
 
 
 class RingSpec(NamedTuple):
@@ -167,17 +169,17 @@ class RingWriter:
         sizes = [memoryview(buffer).nbytes for buffer in buffers]
         parts: list[Any] = list(buffers)
         if lent := _lent_flags(len(body), sizes):
-            regions = _handed_over(buffers)
-            copied = [buffer for buffer, place in zip(buffers, regions, strict=True) if place is None]
+            handed_places = _handed_over(buffers)
+            copied = [buffer for buffer, place in zip(buffers, handed_places, strict=True) if place is None]
             with_body = bool(lent & LENT_BODY)
             copied += [body] if with_body else []
             # The lease may wait or fail: nothing of the slot has been written by then.
             place: Any = tuple(self._pool.lend(copied, self._spec.readers)) if copied else None
             # Something needs no copy: the message names its place instead.
             if len(copied) < len(buffers) + with_body:
-                place = place, [None if region is None else tuple(region[0]) for region in regions]
+                place = place, [None if region is None else tuple(region[0]) for region in handed_places]
                 flags |= HANDED_OVER
-                for region in regions:
+                for region in handed_places:
                     if region is not None:
                         self._pool.hand_over(region[1], len(self._spec.readers))
             self._large_bytes += sum(sizes) + with_body * len(body)
@@ -190,8 +192,8 @@ class RingWriter:
         """Return the bytes that must be leased to send a message; 0 if the message fits into a slot."""
         sizes = [memoryview(buffer).nbytes for buffer in message.buffers]
         lent = _lent_flags(len(message.body), sizes)
-        regions = _handed_over(message.buffers)
-        parts = [size for size, place in zip(sizes, regions, strict=True) if place is None]
+        handed_places = _handed_over(message.buffers)
+        parts = [size for size, place in zip(sizes, handed_places, strict=True) if place is None]
         parts += [len(message.body)] if lent & LENT_BODY else []
         return segment_offsets(parts)[1] if lent else 0
 
@@ -224,13 +226,13 @@ class RingWriter:
 
 def _handed_over(buffers: Sequence[Any]) -> list[tuple[RegionPlace, Region] | None]:
     """Return (place, region) for each buffer that needs no copy, at most MAX_PLACES, None for others."""
-    regions: list[tuple[RegionPlace, Region] | None] = []
+    handed_places: list[tuple[RegionPlace, Region] | None] = []
     count = 0
     for buffer in buffers:
-        place = handover.find(buffer) if count < MAX_PLACES else None
-        regions.append(place)
+        place = regions.find(buffer) if count < MAX_PLACES else None
+        handed_places.append(place)
         count += place is not None
-    return regions
+    return handed_places
 
 
 def fits_slot(body_bytes: int, buffers: Sequence[Any]) -> bool:

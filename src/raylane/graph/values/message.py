@@ -26,7 +26,7 @@ import ray
 
 from raylane import _ray
 from raylane.core import native
-from raylane.core.segment import bytes_at, segment_offsets
+from raylane.core.memory.layout import bytes_at, segment_offsets
 from raylane.errors import GraphValueError
 from raylane.graph.values import references, script_classes
 from raylane.graph.values.references import ReferenceInside, refused

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from raylane.core.segment import bytes_at
+from raylane.core.memory.layout import bytes_at
 from raylane.graph.collectives import Collective
 
 

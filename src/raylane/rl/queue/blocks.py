@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from raylane.core.deadline import Deadline
-from raylane.core.segment import BLOCK_ALIGNMENT, size_class
-from raylane.core.semaphore import Segment
+from raylane.core.memory.layout import BLOCK_ALIGNMENT, size_class
+from raylane.core.memory.segment import Segment
 from raylane.graph.values.message import Encoder, Message, decode
 
 PAGE_BYTES = 4096

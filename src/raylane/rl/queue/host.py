@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from raylane.core import vm
-from raylane.core.semaphore import Segment
+from raylane.core.memory.segment import Segment
 from raylane.core.watcher import watcher
 from raylane.rl.queue.blocks import PAGE_BYTES
 

@@ -12,7 +12,7 @@ from typing import Any
 import ray
 
 from raylane.core.deadline import Deadline
-from raylane.core.semaphore import Segment
+from raylane.core.memory.segment import Segment
 from raylane.errors import QueueTimeoutError, SourceLostError, TransferTimeoutError
 from raylane.rl.queue.blocks import read_item
 from raylane.rl.queue.book import ItemTicket

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from raylane.core.semaphore import Segment
+from raylane.core.memory.segment import Segment
 from raylane.training.parallel.mesh import SHARED_BYTES, shares_gradients
 from raylane.training.parallel.sharded import gathered
 

@@ -3,8 +3,8 @@
 A value in ordinary memory is read with process_vm_readv(2) into pooled memory. A snapshot lies in a sealed memfd, which
 is mapped copy-on-write through /proc/<pid>/fd: nothing is copied until somebody writes. Memory of `raylane.empty` is
 mapped in the same way, and locked against its owner for as long as it is mapped. The second reader of a large
-value asks its source for a copy in shared memory, which all further readers map (`core.shared_pool`); a source that
-does not answer soon is read as before. Of CUDA tensors every reader asks for that copy.
+value asks its source for a copy in shared memory, which all further readers map (`core.memory.shared_pool`); a source
+that does not answer soon is read as before. Of CUDA tensors every reader asks for that copy.
 
 Order of the reads, with no lock between the two processes:
 
@@ -30,10 +30,12 @@ from raylane.core import place, settings, vm
 from raylane.core.collector import paused
 from raylane.core.copying import copy_many
 from raylane.core.deadline import Deadline
-from raylane.core.mappings import MOST_IDLE, Mappings
+from raylane.core.memory.header_slots import next_count
+from raylane.core.memory.layout import address_of, blocks_in, segment_offsets
+from raylane.core.memory.mappings import MOST_IDLE, Mappings
+from raylane.core.memory.sealed import map_sealed
+from raylane.core.memory.shared_pool import map_shared
 from raylane.core.place import Place
-from raylane.core.segment import address_of, blocks_in, map_sealed, next_count, segment_offsets
-from raylane.core.shared_pool import map_shared
 from raylane.errors import SourceLostError, TransportError, TransportUnavailableError
 from raylane.transport.backends.base import (
     Backend,
@@ -216,20 +218,24 @@ def _ask_for_copy(ticket: Ticket, process: Process, deadline: Deadline) -> list[
     with process.links().borrow(process.address_of(source), source, deadline) as link:
         link.send(wire.ShareRequest(ticket.key))
         answer = link.receive()
-    if not isinstance(answer, wire.Shared):
+    if not isinstance(answer, wire.Shared) or not answer.path.startswith(_files_of(source)):
         return None
     with contextlib.suppress(OSError):  # no descriptor or memory left here, or the value was freed
-        path, sizes = f"/proc/{source.place.pid}/fd/{answer.descriptor}", [b.nbytes for b in ticket.blocks]
-        blocks = map_shared(path, answer.inode, sizes)
+        blocks = map_shared(answer.path, [block.nbytes for block in ticket.blocks])
         process.counts["shared"] += blocks is not None
         return blocks
     return None
 
 
+def _files_of(source: Source) -> str:
+    """Return the folder with the open files of a source: a path outside of it is not the source's."""
+    return f"/proc/{source.place.pid}/fd/"
+
+
 def _snapshot(ticket: Ticket) -> tuple[str, list[int], list[int], int]:
     """Return path, sizes of the blocks, their offsets, and size of the segment of a snapshot."""
     sizes = [block.nbytes for block in ticket.blocks]
-    return f"/proc/{ticket.origin().place.pid}/fd/{ticket.segment}", sizes, *segment_offsets(sizes)
+    return f"{_files_of(ticket.origin())}{ticket.segment}", sizes, *segment_offsets(sizes)
 
 
 class _Mappings(Mappings, ProcessPart):
@@ -280,7 +286,7 @@ def _map_regions(ticket: Ticket, process: Process) -> tuple[list[Any], list[vm.R
 
     None if there are no such blocks, or if they cannot be mapped: they can be read like other memory.
     """
-    own_files = f"/proc/{ticket.origin().place.pid}/fd/"
+    own_files = _files_of(ticket.origin())
     if not ticket.regions or not all(path.startswith(own_files) for path, _ in ticket.regions.values()):
         return None
     mappings = _mappings(process)

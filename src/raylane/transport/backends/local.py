@@ -7,7 +7,7 @@ are mapped privately instead.
 from __future__ import annotations
 
 from raylane.core.deadline import Deadline
-from raylane.core.segment import map_segment
+from raylane.core.memory.sealed import map_segment
 from raylane.transport.backends.base import Backend, Capability, FetchResult, Process
 from raylane.transport.value.ticket import Ticket, freed_error
 

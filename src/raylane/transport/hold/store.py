@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from raylane.core import vm
 from raylane.core.deadline import Deadline
-from raylane.core.segment import HeaderSlots, address_of, blocks_in, bytes_at, map_segment, segment_offsets
-from raylane.core.shared_pool import SharedPool, SharedSegment
+from raylane.core.memory.header_slots import HeaderSlots
+from raylane.core.memory.layout import address_of, blocks_in, bytes_at, segment_offsets
+from raylane.core.memory.sealed import map_segment
+from raylane.core.memory.shared_pool import SharedPool, SharedSegment
 from raylane.core.spans import Span
 
 # Graphs import this module through the listener, and must not load torch for it: importing torch costs an actor two

@@ -16,11 +16,12 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from raylane import _ray
-from raylane.core import handover, mappings, place, settings, vm
+from raylane.core import place, settings, vm
 from raylane.core.daemon_pool import MAX_FETCHES, FetchPool
 from raylane.core.deadline import Deadline
-from raylane.core.segment import BufferPool
-from raylane.core.shared_pool import SharedPool
+from raylane.core.memory import mappings, regions
+from raylane.core.memory.buffer_pool import BufferPool
+from raylane.core.memory.shared_pool import SharedPool
 from raylane.errors import ProtocolError, SourceLostError, TransportError, TransportUnavailableError
 from raylane.transport.hold.budget import Budget
 from raylane.transport.hold.lifetime import ActorKeeper, AnchorPool
@@ -173,7 +174,7 @@ class Endpoint:
             most,
             budget=self.budget.limit,
             waiting=self.budget.waiting,
-            regions=handover.totals(),
+            regions=regions.totals(),
             mapped=(counters.get(mappings.USED_BYTES, 0), counters.get(mappings.IDLE_BYTES, 0)),
         )
 

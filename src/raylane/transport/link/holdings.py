@@ -10,7 +10,7 @@ from raylane.transport.hold.store import Entry, Store
 from raylane.transport.link import wire
 
 if TYPE_CHECKING:
-    from raylane.core.segment import BufferPool
+    from raylane.core.memory.buffer_pool import BufferPool
     from raylane.transport.hold.lifetime import ActorKeeper
 
 MOST_VALUES = 600

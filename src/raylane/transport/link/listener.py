@@ -30,8 +30,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from raylane.core.memory.shared_pool import SharedSegment
 from raylane.core.peer import uid_of
-from raylane.core.shared_pool import SharedSegment
 from raylane.transport.hold.store import Entry, Store
 from raylane.transport.link import tls, wire
 from raylane.transport.link.connection import TakeStream
@@ -522,7 +522,7 @@ class Listener:
         def answer(segment: SharedSegment | None) -> wire.Message:
             if segment is None:
                 return wire.Gone(key, moved=True)
-            return wire.Shared(segment.fd, segment.inode)
+            return wire.Shared(segment.path)
 
         self._work_for(peer, entry, lambda: self._store.share(entry), answer, "could not make a shared copy")
 

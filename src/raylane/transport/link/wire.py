@@ -303,11 +303,9 @@ class ShareRequest(msgspec.Struct, tag=40, array_like=True, frozen=True):
 
 
 class Shared(msgspec.Struct, tag=41, array_like=True, frozen=True):
-    """Descriptor, in the source, of the shared copy; the blocks lie at their `segment_offsets`."""
+    """Path of the shared copy in the source; the blocks lie at their `segment_offsets`."""
 
-    descriptor: int
-    inode: int
-    """Number of the descriptor's file, because the source may drop the copy and use the descriptor again."""
+    path: str
 
 
 Message: TypeAlias = (

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from raylane.core import copying, handover
+from raylane.core import copying
 from raylane.core.deadline import Deadline
-from raylane.core.segment import blocks_in, bytes_at, segment_offsets
+from raylane.core.memory import regions
+from raylane.core.memory.layout import blocks_in, bytes_at, segment_offsets
 from raylane.errors import TransferTimeoutError
 from raylane.transport.link.endpoint import existing
 from raylane.transport.value import codec
@@ -29,8 +30,8 @@ def is_free(tensor: Any) -> bool:
 
     False while a ref to a published value with its memory exists. Memory of `raylane.empty` is also in use while a
     reader has such a value mapped, and while a receiver of a graph holds a message in it; all of the memory counts,
-    also where `tensor` is a part of it. A reader that died does not count, but a receiver of a graph counts for ever.
-    Does not wait. TypeError if it is neither a tensor nor an array.
+    also where `tensor` is a part of it. Readers and receivers that died do not count, but a message that a receiver
+    had not taken when it died counts for ever. Does not wait. TypeError if it is neither a tensor nor an array.
     """
     return _holder(tensor) is None
 
@@ -70,7 +71,7 @@ def _holder(tensor: Any) -> str | None:
             "there are refs to a value that contains it. Drop every ObjectRef to it (`del ref` in the processes that "
             "hold one), and end the calls that use it"
         )
-    region = handover.region_at(leaf_address(tensor))
+    region = regions.region_at(leaf_address(tensor))
     if region is None or not region.is_read:
         return None
     return (
@@ -115,7 +116,7 @@ class Buffers:
         if not self._form.nbytes:
             raise ValueError(f"Buffers: an array of shape {self._form.shape} has no memory to use again")
         # A region for each: readers lock whole regions.
-        memories = [handover.make(self._form.nbytes) for _ in range(count)]
+        memories = [regions.make(self._form.nbytes) for _ in range(count)]
         self._ring = [_Buffer(memory) for memory in memories]
         """In the order in which they were taken."""
         self._lock = threading.Lock()  # guards _ring
@@ -161,7 +162,7 @@ class _Buffer:
 
     def __init__(self, memory: Any) -> None:
         self._memory = memory
-        region = handover.region_at(ctypes.addressof(memory) + handover.DATA_OFFSET)
+        region = regions.region_at(ctypes.addressof(memory) + regions.DATA_OFFSET)
         assert region is not None
         self._region = region
         self._loan: Callable[[], object] = lambda: None
@@ -173,8 +174,8 @@ class _Buffer:
 
     def lend(self) -> Any:
         """Return the memory as an object that all arrays over it keep alive."""
-        nbytes = ctypes.sizeof(self._memory) - handover.DATA_OFFSET
-        loan = (ctypes.c_char * nbytes).from_buffer(self._memory, handover.DATA_OFFSET)
+        nbytes = ctypes.sizeof(self._memory) - regions.DATA_OFFSET
+        loan = (ctypes.c_char * nbytes).from_buffer(self._memory, regions.DATA_OFFSET)
         self._loan = weakref.ref(loan)
         return loan
 
@@ -205,8 +206,8 @@ def _in_one_region(leaves: Sequence[Any]) -> list[Any]:
     offsets, total = segment_offsets(sizes)
     if not total:
         return list(leaves)
-    memory = handover.make(total)
-    blocks = blocks_in(memory, [handover.DATA_OFFSET + offset for offset in offsets], sizes)
+    memory = regions.make(total)
+    blocks = blocks_in(memory, [regions.DATA_OFFSET + offset for offset in offsets], sizes)
     for target, block in zip(blocks, layout.blocks, strict=True):
         copying.copy(memoryview(target).cast("B"), bytes_at(block.start, block.nbytes))
     copies = dict(zip(moved, codec.build_leaves(layout.specs, blocks), strict=True))

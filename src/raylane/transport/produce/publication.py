@@ -25,9 +25,11 @@ import numpy as np
 import torch
 
 from raylane import _ray
-from raylane.core import handover, settings, vm
+from raylane.core import settings, vm
 from raylane.core.collector import paused
-from raylane.core.segment import bytes_at, write_segment
+from raylane.core.memory import regions
+from raylane.core.memory.layout import bytes_at
+from raylane.core.memory.sealed import write_segment
 from raylane.errors import TransportError
 from raylane.transport.backends.base import AUTO
 from raylane.transport.backends.registry import prepare_source
@@ -261,7 +263,7 @@ def _regions(layout: Layout) -> dict[int, tuple[str, int]]:
     """Return the blocks that readers of this host can map, and let them; empty if these are small."""
     regions_by_block = {}
     for number, block in enumerate(layout.blocks):
-        region = handover.region_at(block.start)
+        region = regions.region_at(block.start)
         if region is not None and block.stop <= region.end:
             regions_by_block[number] = (region, region.offset_of(block.start))
     if sum(layout.blocks[number].nbytes for number in regions_by_block) < MAP_FROM_BYTES:

@@ -19,7 +19,7 @@ import torch
 
 from raylane.core import copying
 from raylane.core.deadline import Deadline
-from raylane.core.segment import bytes_at
+from raylane.core.memory.layout import bytes_at
 from raylane.transport.backends.registry import backends, find
 from raylane.transport.hold.blocks import take_blocks
 from raylane.transport.hold.device_memory import OnDevice, as_here

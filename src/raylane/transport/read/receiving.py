@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from raylane.core.deadline import Deadline
-from raylane.core.segment import BufferPool, address_of
+from raylane.core.memory.buffer_pool import BufferPool
+from raylane.core.memory.layout import address_of
 from raylane.core.spans import Span
 from raylane.errors import TransportUnavailableError
 from raylane.transport.read.targets import Targets

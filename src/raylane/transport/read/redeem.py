@@ -18,8 +18,8 @@ import torch
 from raylane import _ray
 from raylane.core.collector import paused
 from raylane.core.deadline import Deadline
+from raylane.core.memory.layout import bytes_at
 from raylane.core.place import Place
-from raylane.core.segment import bytes_at
 from raylane.core.spans import merge
 from raylane.errors import TensorMutatedError, TransportError, TransportUnavailableError
 from raylane.transport.backends.base import AUTO, Backend, FetchResult, ProcessPart, UnavailableNowError, has_cuda

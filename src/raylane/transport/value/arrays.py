@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from raylane.core import handover
+from raylane.core.memory import regions
 
 
 def empty(shape: int | Sequence[int], dtype: Any) -> Any:
@@ -34,7 +34,7 @@ def empty(shape: int | Sequence[int], dtype: Any) -> Any:
     if not form.nbytes:
         return form.over(bytearray(1), 0)
     # The array refers to this memory, which keeps the region and its descriptor alive.
-    return form.over(handover.make(form.nbytes), handover.DATA_OFFSET)
+    return form.over(regions.make(form.nbytes), regions.DATA_OFFSET)
 
 
 class Form(NamedTuple):

@@ -23,7 +23,7 @@ import torch
 from torch.nn import Parameter
 
 from raylane import _ray
-from raylane.core.segment import bytes_at
+from raylane.core.memory.layout import bytes_at
 from raylane.core.spans import Span, merge
 from raylane.errors import TensorFreedError
 from raylane.transport.value.layout import (

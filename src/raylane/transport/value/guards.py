@@ -35,7 +35,7 @@ import numpy as np
 import torch
 
 from raylane.core import vm
-from raylane.core.segment import address_of
+from raylane.core.memory.layout import address_of
 
 _IMPL_BYTES = 256
 _STORAGE_BYTES = 128

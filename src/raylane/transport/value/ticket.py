@@ -13,7 +13,7 @@ import msgspec
 
 from raylane.core.collector import paused
 from raylane.core.deadline import Deadline
-from raylane.core.segment import HeaderSlots
+from raylane.core.memory.header_slots import HeaderSlots
 from raylane.core.spans import Span
 from raylane.errors import TensorFreedError, TransferTimeoutError, TransportError
 from raylane.transport.value.layout import ARRAY, LeafSpec

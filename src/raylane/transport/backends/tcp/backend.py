@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from raylane.core.deadline import Deadline
-from raylane.core.segment import bytes_at
+from raylane.core.memory.layout import bytes_at
 from raylane.transport.backends.answers import answer_error, read_answer
 from raylane.transport.backends.base import Backend, Capability, FetchResult, Process
 from raylane.transport.backends.tcp import relay

@@ -28,8 +28,8 @@ def lock(fd: int, kind: int, start: int = 0, length: int = 0) -> bool:
     return True
 
 
-def is_free(fd: int, kind: int) -> bool:
-    """Return True if nobody else holds a lock that excludes this one of the whole file. Takes none, does not wait."""
-    answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, struct.pack("hhqqi4x", kind, os.SEEK_SET, 0, 0, 0))
+def is_free(fd: int, kind: int, start: int = 0, length: int = 0) -> bool:
+    """Return True if nobody else holds a lock that excludes this one. Takes none, does not wait. Range as in `lock`."""
+    answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, struct.pack("hhqqi4x", kind, os.SEEK_SET, start, length, 0))
     kind_held: int = struct.unpack_from("h", answer)[0]
     return kind_held == UNLOCK

@@ -13,9 +13,8 @@ Filling a new segment of 64 MiB takes 36 ms, filling one again 7 ms: page faults
 from __future__ import annotations
 
 import collections
-import contextlib
+import ctypes
 import errno
-import fcntl
 import math
 import os
 import threading
@@ -24,10 +23,10 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from raylane.core.filelock import READ, UNLOCK, WRITE, lock
-from raylane.core.segment import blocks_in, segment_offsets, size_class
-from raylane.core.semaphore import map_file
-from raylane.core.trimmer import Trimmer
+from raylane.core.memory.layout import blocks_in, segment_offsets, size_class
+from raylane.core.memory.locks import READ, UNLOCK, WRITE, lock
+from raylane.core.memory.segment import HEAD_BYTES, Segment, has_fixed_size, open_other
+from raylane.core.memory.trimmer import Trimmer
 
 _WASTE = 2
 """A segment is not used for less than this part of its size."""
@@ -36,36 +35,33 @@ _WASTE = 2
 class SharedSegment:
     """One segment, mapped in the process that fills it, and locked until `release_to_readers`."""
 
-    __slots__ = ("capacity", "fd", "idle_since", "inode", "memory")
+    __slots__ = ("_segment", "capacity", "idle_since", "memory", "path")
 
     def __init__(self, capacity: int) -> None:
         """Create a segment. OSError if there is no descriptor or memory for it."""
         self.capacity = capacity
         self.idle_since = 0.0
         """Time (monotonic clock) of the last return to the pool."""
-        self.fd = os.memfd_create("raylane-shared", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(self.fd, capacity)
-            # A reader whose file shrinks is killed by SIGBUS.
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-            self.memory = map_file(self.fd, capacity)
-            self.inode = os.fstat(self.fd).st_ino
-            """Number of the file. A descriptor is used again, an inode of a memfd only after 2**32 others."""
-            lock(self.fd, WRITE)
-        except BaseException:
-            os.close(self.fd)
-            raise
+        self._segment = Segment.make(HEAD_BYTES + capacity)
+        self.path = self._segment.path
+        self.memory = (ctypes.c_char * capacity).from_buffer(self._segment.memory, HEAD_BYTES)
+        self.lock_again()
+
+    @property
+    def _fd(self) -> int:
+        assert self._segment.fd is not None, "the segment was closed"
+        return self._segment.fd
 
     def release_to_readers(self) -> None:
         """Allow readers; the content must not change any more."""
-        lock(self.fd, UNLOCK)
+        lock(self._fd, UNLOCK)
 
     def open_locked(self) -> int:
         """Return a further descriptor, only for reading, with a lock that keeps the content.
 
         The lock belongs to this descriptor and to all copies of it, also in other processes; the last close ends it.
         """
-        fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+        fd = open_other(f"/proc/self/fd/{self._fd}")
         if not lock(fd, READ):
             os.close(fd)
             raise AssertionError("a segment that is being filled was opened for readers")
@@ -73,11 +69,11 @@ class SharedSegment:
 
     def lock_again(self) -> bool:
         """Take the segment back for filling; False if somebody still reads it."""
-        return lock(self.fd, WRITE)
+        return lock(self._fd, WRITE)
 
     def close(self) -> None:
         """Close the descriptor; readers keep their mappings."""
-        os.close(self.fd)
+        self._segment.close_fd()
 
 
 class SharedPool:
@@ -181,26 +177,16 @@ class SharedPool:
         self._trimmer.close()
 
 
-def map_shared(path: str, inode: int, sizes: Sequence[int]) -> list[Any] | None:
-    """Map a segment of another process copy-on-write; return its blocks.
-
-    None if the segment is being filled again, or was dropped (the path then names no file with this inode).
+def map_shared(path: str, sizes: Sequence[int]) -> list[Any] | None:
+    """Map a segment of another process copy-on-write; return its blocks. None if the segment is being filled again.
 
     The blocks lie at their `segment_offsets`. The caller must check afterwards that the value is still published: the
     segment may have been filled again before the lock was taken. Keeps a descriptor until the last block is garbage.
-    OSError if the file cannot be opened or mapped.
+    OSError as `Segment.open`, or if the segment is smaller.
     """
-    offsets, total = segment_offsets(sizes)
-    # O_NONBLOCK: the descriptor's number may belong to a pipe by now, whose open would wait for a writer.
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    with contextlib.ExitStack() as undo:
-        undo.callback(os.close, fd)
-        status = os.fstat(fd)
-        if status.st_ino != inode or status.st_size < total or not lock(fd, READ):
-            return None
-        blocks = _map_blocks(fd, offsets, sizes, total)
-        undo.pop_all()
-        return blocks
+    segment = Segment.open(path, private=True, keep_fd=True)
+    assert segment.fd is not None
+    return _blocks_of(segment, sizes) if lock(segment.fd, READ) else None
 
 
 def map_received(fd: int, sizes: Sequence[int]) -> list[Any]:
@@ -208,14 +194,19 @@ def map_received(fd: int, sizes: Sequence[int]) -> list[Any]:
 
     Takes the descriptor over, and keeps it until the last block is garbage; on an OSError it stays the caller's.
     """
+    if not has_fixed_size(fd):
+        raise OSError(errno.EINVAL, "the descriptor is no segment")
+    segment = Segment(fd, os.fstat(fd).st_size, private=True)
+    blocks = _blocks_of(segment, sizes)
+    segment.fd = fd
+    return blocks
+
+
+def _blocks_of(segment: Segment, sizes: Sequence[int]) -> list[Any]:
+    """Return blocks in a segment, which keep it open and mapped. OSError if they reach beyond it."""
     offsets, total = segment_offsets(sizes)
-    # Of a file that can shrink, a page that is gone would end this process.
-    if os.fstat(fd).st_size < total or not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-        raise OSError(errno.EINVAL, "the descriptor is no segment of this size")
-    return _map_blocks(fd, offsets, sizes, total)
-
-
-def _map_blocks(fd: int, offsets: Sequence[int], sizes: Sequence[int], total: int) -> list[Any]:
-    memory = map_file(fd, total, private=True)
-    weakref.finalize(memory, os.close, fd).atexit = False
+    if segment.nbytes < HEAD_BYTES + total:
+        raise OSError(errno.EINVAL, f"the segment of {segment.nbytes} bytes is smaller than the value")
+    memory = (ctypes.c_char * total).from_buffer(segment.memory, HEAD_BYTES)
+    weakref.finalize(memory, segment.close_fd).atexit = False
     return blocks_in(memory, offsets, sizes)

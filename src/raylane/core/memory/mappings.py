@@ -1,4 +1,4 @@
-"""Memory of other processes as its readers map it, once for many reads: regions (`core.handover`) and sealed segments.
+"""Memory of other processes as its readers map it, once for many reads: regions (`regions`) and segments (`sealed`).
 
 Page faults of a fresh mapping cost more than reading its memory (100 MB: 10 ms, and 8 ms to unmap it), so a mapping is
 kept for the next value in the same region, or for the next read of the same segment:
@@ -23,11 +23,12 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from raylane.core.filelock import READ, UNLOCK, lock
 from raylane.core.finalizing import finalize_here
-from raylane.core.segment import map_sealed
-from raylane.core.semaphore import Segment
-from raylane.core.trimmer import Trimmer
+from raylane.core.memory import regions
+from raylane.core.memory.locks import READ, UNLOCK, lock
+from raylane.core.memory.sealed import map_sealed
+from raylane.core.memory.segment import Segment
+from raylane.core.memory.trimmer import Trimmer
 
 MOST_IDLE = 8
 """Idle mappings that are kept, each with a descriptor."""
@@ -67,7 +68,7 @@ class Mappings:
         self._trimmer = Trimmer(self, idle_s, "raylane-mapped")
 
     def take_region(self, path: str) -> Any:
-        """Return the memory of a region, as `handover.make` returns it, locked until it is garbage; writes stay here.
+        """Return the memory of a region, as `regions.make` returns it, locked until it is garbage; writes stay here.
 
         The caller finds out afterwards whether the value is still published: only then was it complete. OSError as
         `Segment.open`.
@@ -77,7 +78,7 @@ class Mappings:
     def take_sealed(self, path: str, nbytes: int, key: Any) -> Any:
         """Return the memory of a sealed segment, which the caller only reads.
 
-        `key` is different for each segment. Else as `segment.map_sealed`.
+        `key` is different for each segment. Else as `sealed.map_sealed`.
         """
         return self._take(key, lambda: _SealedMapping(path, nbytes, key))
 
@@ -166,7 +167,7 @@ class _RegionMapping:
 
     def _lock_for_reading(self) -> None:
         assert self._segment.fd is not None
-        if not lock(self._segment.fd, READ):
+        if not lock(self._segment.fd, READ, regions.DATA_OFFSET):
             raise AssertionError(f"{self.key} has a lock that excludes readers, which nobody takes")
 
     def put_down(self) -> None:
