@@ -1,7 +1,7 @@
 """Build hook: compiles `raylane/core/_native.c` for wheels and for editable installs.
 
 The module uses only CPython's stable ABI, so one build serves CPython 3.11 and every later version. Without a C
-compiler or the headers of Python there is no package: the error says what to install.
+compiler or the headers of Python the build ends with a sentence that names the package to install.
 """
 
 from __future__ import annotations
@@ -44,22 +44,32 @@ def compile_native(root: Path, *more: str, into: Path | None = None) -> Path:
     return target
 
 
+def failure(error: OSError | subprocess.CalledProcessError) -> str:
+    """Return one sentence that says why the module could not be compiled, and which package to install."""
+    printed = getattr(error, "stderr", None) or ""
+    if isinstance(error, OSError):
+        cause, packages = str(error), "a C compiler (Debian and Ubuntu: apt install gcc; Fedora: dnf install gcc)"
+    elif "Python.h" in printed:
+        cause = "the headers of Python are missing"
+        packages = "them (Debian and Ubuntu: apt install python3-dev; Fedora: dnf install python3-devel)"
+    else:
+        cause = next((line for line in printed.splitlines() if "error" in line), f"exit status {error.returncode}")
+        packages = "GCC 9 or Clang 10, or a later version, or use the wheel"
+    return f"raylane: {SOURCE} could not be compiled: {cause.rstrip('.')}; install {packages}."
+
+
 class NativeBuildHook(BuildHookInterface):
     """Adds the compiled module to wheels and editable installs where it can be compiled."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile before the wheel is put together."""
         try:
-            found = compile_native(Path(self.root))
+            module = compile_native(Path(self.root))
         except (OSError, subprocess.CalledProcessError) as error:
-            text = (getattr(error, "stderr", None) or str(error)).strip()
-            self.app.abort(
-                "raylane cannot be built from source without a C compiler and the headers of Python: apt install gcc "
-                f"python3-dev, or dnf install gcc python3-devel. The compiler said: {text}"
-            )
-        for older in set(found.parent.glob("_native.*.so")) - {found}:
+            self.app.abort(failure(error))
+        for older in set(module.parent.glob("_native.*.so")) - {module}:
             older.unlink()  # built for one version of CPython, which would prefer it
         platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
         build_data["pure_python"] = False
         build_data["tag"] = f"cp311-abi3-{platform}"
-        build_data["artifacts"].append(str(found.relative_to(self.root)))
+        build_data["artifacts"].append(str(module.relative_to(self.root)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 import os
 import pickle
@@ -18,7 +19,7 @@ import numpy as np
 import pytest
 
 from core.processes import start_code
-from raylane.core import native, semaphore
+from raylane.core import _native, native, semaphore
 from raylane.core.copying import ThreadChoice
 from raylane.core.memory.segment import Segment
 from raylane.core.native import HEADER, LOGGED, PAGE_BYTES, TEXT, WAKE
@@ -46,6 +47,43 @@ class Channel:
             native.SlotReader(self.segment.memory, index * 64, SLOTS_AT, SLOTS, SLOT_BYTES, doorbell)
             for index, doorbell in enumerate(self.doorbells)
         ]
+
+
+def test_stub_names_all_that_the_module_has() -> None:
+    stub = ast.parse((ROOT / "src/raylane/core/_native.pyi").read_text())
+    described: dict[str, set[str]] = {}
+    for node in stub.body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            names = (getattr(member, "name", None) or member.target.id for member in node.body if is_named(member))
+            described[node.name] = {name for name in names if not name.startswith("_")}
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            described[node.target.id] = set()
+    del described["Policy"]
+    assert described == {
+        name: {key for key in dir(member) if not key.startswith("_")} if isinstance(member, type) else set()
+        for name, member in vars(_native).items()
+        if not name.startswith("__")
+    }
+
+
+def is_named(member: ast.stmt) -> bool:
+    return isinstance(member, ast.FunctionDef | ast.AnnAssign)
+
+
+WITHOUT_MODULE = """
+import sys
+sys.modules["raylane.core._native"] = None
+sys.modules.pop("raylane.core.native", None)
+try:
+    import raylane.core.native
+except ImportError as error:
+    answer = str(error)
+"""
+
+
+@pytest.mark.processes
+def test_import_without_the_module_names_the_remedy() -> None:
+    assert "apt install gcc python3-dev" in start_code(WITHOUT_MODULE).result()
 
 
 def test_slots_carry_messages() -> None:
@@ -314,6 +352,22 @@ def test_copy_uses_threads_while_they_are_faster() -> None:
     assert chosen[60:].count(4) >= 2  # tried again
     alone = ThreadChoice(1)
     assert [alone.threads() for _ in range(40)] == [1] * 40
+
+
+def test_build_without_compiler_or_headers_names_the_package() -> None:
+    hatch_build = pytest.importorskip("hatch_build", reason="hatchling is not installed")
+    without_compiler = hatch_build.failure(FileNotFoundError(2, "No such file or directory", "cc"))
+    assert without_compiler.endswith(
+        "install a C compiler (Debian and Ubuntu: apt install gcc; Fedora: dnf install gcc)."
+    )
+    printed = "_native.c:11:10: fatal error: Python.h: No such file or directory"
+    without_headers = hatch_build.failure(subprocess.CalledProcessError(1, "cc", stderr=printed))
+    assert (
+        "the headers of Python are missing; install them (Debian and Ubuntu: apt install python3-dev" in without_headers
+    )
+    other = hatch_build.failure(subprocess.CalledProcessError(1, "cc", stderr="note\na.c:1:1: error: no C11\n"))
+    assert "could not be compiled: a.c:1:1: error: no C11; install GCC" in other
+    assert {text.count("\n") for text in (without_compiler, without_headers, other)} == {0}
 
 
 ABUSE = """
