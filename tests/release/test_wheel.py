@@ -7,7 +7,6 @@ that variable the wheel is made here, from the source archive, and finds Ray and
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 import sysconfig
@@ -85,8 +84,8 @@ def test_the_wheel_runs_the_first_example(environment: Path, folder: Path) -> No
     assert run(environment / "python", example, cwd=folder).endswith("1000000.0\n")
 
 
-def test_doctor_of_the_wheel_finds_the_native_module(environment: Path, folder: Path) -> None:
-    used = run(environment / "python", "-c", "import raylane; print(raylane.__file__)", cwd=folder)
+def test_doctor_of_the_wheel_runs_with_its_native_module(environment: Path, folder: Path) -> None:
+    program = "import raylane.core.native, sys; print(sys.modules['raylane.core._native'].__file__)"
+    used = run(environment / "python", "-c", program, cwd=folder)
     assert Path(used).is_relative_to(folder)
-    printed = run(environment / "raylane", "doctor", cwd=folder)
-    assert re.search(r"native module\W+in use", printed), printed
+    assert "This machine" in run(environment / "raylane", "doctor", cwd=folder)

@@ -120,6 +120,17 @@ class Scene:
         until(lambda: ray.get(self.observer.meeting.remote()) == READERS, "the others wait")
         return ref, calls
 
+    def begin_and(self, change: str) -> list[Any]:
+        """Call a method of the source while a value is on its way to all readers; return their calls."""
+        for _ in range(10):
+            before = self.received()
+            _, calls = self.begin()
+            ray.get(getattr(self.source, change).remote())
+            if self.received() - before < 0.9 * NBYTES:
+                return calls
+            ray.get(calls, timeout=100)  # on a busy machine the value was there before the change: again
+        raise AssertionError(f"no value was on its way when {change} was called")
+
 
 def results(calls: list[Any]) -> list[Any]:
     return [found for found, _, _ in ray.get(calls, timeout=100)]
@@ -189,13 +200,11 @@ def relay_stops(scene: Scene) -> None:
 
 def source_changes(scene: Scene) -> None:
     """Memory that is written to, or freed, during the transfer."""
-    _, calls = scene.begin()
-    ray.get(scene.source.write.remote())
+    calls = scene.begin_and("write")
     for (_, first), warned, _ in ray.get(calls, timeout=100):
         assert warned == 1
         assert first in (0, 77)
-    _, calls = scene.begin()
-    ray.get(scene.source.release.remote())
+    calls = scene.begin_and("release")
     assert results(calls) == ["TensorFreedError"] * READERS
     say("source changed")
 
