@@ -18,7 +18,7 @@ from benchmarks.rl import cases as rl_cases
 from benchmarks.runs import ROOT, Runs, factor, goal_table, table, time
 from benchmarks.sft import cases as sft_cases
 from benchmarks.transfer import cases as transfer_cases
-from benchmarks.transfer.cases import BASELINE, OURS, OWN_COPY, OWN_MEMORY, RDT
+from benchmarks.transfer.cases import BASELINE, OURS, RDT
 from benchmarks.weights import cases as weights_cases
 
 PAGES = ("README.md", "docs/index.md", "docs/reference/figures.md")
@@ -59,14 +59,6 @@ PATTERNS = {
 """Cases of the table of graphs, and their rows."""
 SIZES = r"\d+(B|KB|MB|GB)(-new|-mapped)?|small-.*"
 """Pattern of the cases of transfers that are sizes: those of the table of transfers."""
-BARE = {
-    OWN_MEMORY: "own memory",
-    OWN_COPY: "own copy",
-    "memcpy": "memcpy",
-    "nixl:raw": "NIXL",
-    "socket:raw": "socket",
-}
-"""Lower limits of transfers, and their names."""
 
 
 def headline() -> str:

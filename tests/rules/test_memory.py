@@ -1,4 +1,4 @@
-"""The one place in which memory is made that other processes may read, read off the source."""
+"""Check that shared memory is made, mapped and locked in one room only, by the imports and attributes of all files."""
 
 from __future__ import annotations
 
