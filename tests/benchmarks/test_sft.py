@@ -88,7 +88,7 @@ def test_an_unknown_case_is_answered_with_those_there_are() -> None:
 @pytest.mark.slow
 @pytest.mark.processes
 def test_a_quick_run_writes_what_it_should(tmp_path: Path) -> None:
-    only = "step20ms-2-driver-fed,train-2"
+    only = "step20ms-2-driver-fed,train-1"
     report, printed = quick_run("sft", only, tmp_path / "deep" / "sft.json")
     assert report["quick"] is True
     records = report["records"]

@@ -1,16 +1,13 @@
-"""Lifecycle of a graph, the lock that survives Ctrl-C, and doorbell accounting. Pure."""
+"""Lifecycle of a graph, and doorbell accounting. Pure."""
 
 from __future__ import annotations
 
 import itertools
 import threading
 
-import pytest
-
 from raylane.core.semaphore import post, value
 from raylane.errors import GraphClosedError
 from raylane.graph.channels.ring import ProcessDoorbell
-from raylane.graph.driver.locks import RecoverableLock
 from raylane.graph.lifecycle import (
     EXECUTOR_TRANSITIONS,
     TRANSITIONS,
@@ -86,33 +83,6 @@ def test_lifecycle_fork_replaces_a_held_lock() -> None:
     release.set()
     thread.join()
     assert lifecycle.state is State.FORKED
-
-
-@pytest.mark.parametrize("owner", ["none", "marked", "entered since", "replaced"])
-def test_lock_with_an_owner_is_not_orphaned(owner: str) -> None:
-    lock = RecoverableLock()
-    seen = lock.observe()
-    if owner != "none":
-        lock.lock.acquire()
-    if owner == "marked":
-        lock.held = True
-    elif owner == "entered since":
-        lock.entries += 1
-    elif owner == "replaced":
-        lock.reset()
-    assert not lock.orphaned(seen)
-
-
-def test_lock_taken_by_an_interrupted_thread_is_orphaned() -> None:
-    lock = RecoverableLock()
-    seen = lock.observe()
-    lock.lock.acquire()
-    assert lock.orphaned(seen)
-    assert lock.recover(seen)
-    assert lock.lock.acquire(blocking=False)
-    assert not lock.recover(seen)
-    lock.reset()
-    assert lock.lock.acquire(False)
 
 
 def test_doorbell_absorbs_posts_of_messages_read_before() -> None:

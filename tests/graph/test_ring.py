@@ -61,7 +61,7 @@ class Ring:
         reader = self.readers[index]
         assert try_wait(reader.full) == 0
         assert try_wait(self.bells[index].address) == 0
-        return reader.take()
+        return reader.receive()
 
 
 def filled(nbytes: int, seed: int = 0) -> bytes:
@@ -304,7 +304,7 @@ while reader.sequence < count:
     while try_wait(bell.address) and not block(bell.address):
         pass
     assert try_wait(reader.full) == 0  # whoever hears the bell finds the message
-    taken = reader.take()
+    taken = reader.receive()
     check = zlib.crc32(bytes(taken.body))
     for buffer in taken.buffers:
         check = zlib.crc32(buffer, check)
@@ -351,7 +351,7 @@ class Line:
             assert block(self.bell.address) or block(self.bell.address, 20)
             for reader in self.back:
                 while not try_wait(reader.full):
-                    assert bytes(reader.take().body) == b"done"
+                    assert bytes(reader.receive().body) == b"done"
         self.writer.write(number, message)
 
 

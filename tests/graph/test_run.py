@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import threading
 import traceback
-import types
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +16,6 @@ from tests.graph.graph_actors import Worker
 
 import raylane
 from raylane.errors import GraphClosedError, GraphFullError, GraphPlanError, GraphTimeoutError
-from raylane.graph.driver import flat
 from raylane.graph.driver import result as results
 
 pytestmark = pytest.mark.usefixtures("clean")
@@ -317,50 +315,6 @@ def test_decorated_methods_return_their_value_itself(ray_session: None) -> None:
     ray.kill(actor)
 
 
-def test_get_returns_at_once_if_another_thread_has_read(workers: list[Any], graph: Compile) -> None:
-    """A thread that finds its result done by the time it may read must not wait for the next message."""
-    g = graph(lambda x: raylane.bind(workers[0].echo, x), max_inflight=2)
-    result = g.execute(1)
-    assert g.execute(2).get() == 2  # reads both
-    assert result._done
-    result._done = False  # as it was when this thread looked
-    collector, begun = g._collector, list[float]()
-    doorbell = collector.doorbell
-    collector.doorbell = types.SimpleNamespace(wait=lambda *args: begun.append(1.0) or doorbell.wait(*args))
-    flat.shorten_wait(collector)
-    collector.doorbell = doorbell
-
-    class Late:
-        """A lock that lets the other thread finish first."""
-
-        def acquire(self, blocking: bool = True) -> bool:
-            result._done = True
-            return True
-
-        def release(self) -> None: ...
-
-    lock, collector.lock.lock = collector.lock.lock, Late()
-    assert collector.wait_for_result(result, None)
-    collector.lock.lock = lock
-    assert not begun
-
-
-@pytest.mark.slow
-def test_lock_orphaned_by_an_interrupt_ends_the_graph(workers: list[Any], graph: Compile) -> None:
-    from raylane.errors import GraphClosedError
-
-    for half in ("_collector", "_submitter"):
-        g = graph(lambda x: raylane.bind(workers[0].echo, x))
-        assert g.execute(1).get() == 1
-        result = g.execute(2)
-        getattr(g, half).lock.lock.acquire()  # and Ctrl-C before the next instruction
-        if half == "_collector":
-            assert result.get() == 2  # its answer had come
-        with pytest.raises(GraphClosedError, match="interrupted"):
-            g.execute(3)
-        g.teardown()
-
-
 @pytest.mark.slow
 def test_later_graph_leaves_settings_of_earlier_graph(ray_session: None, graph: Compile) -> None:
     worker = ray.remote(num_cpus=0.1)(Worker).remote()
@@ -430,8 +384,8 @@ def test_pending_result_as_input_is_waited_for_once(workers: list[Any], graph: C
     ray.get(workers[0].hold_again.remote())
     pending = slow.execute(1)
     waits: list[float | None] = []
-    wait = slow._collector.wait_for_result
-    slow._collector.wait_for_result = lambda *args: (waits.append(args[1]), wait(*args))[1]
+    wait = slow._collector.collect_until
+    slow._collector.collect_until = lambda *args: (waits.append(args[1].timeout_s), wait(*args))[1]
     with pytest.raises(GraphTimeoutError, match=r"did not end within 0\.4 s"):
         g.execute([pending])
     assert waits == [0.4]
@@ -493,14 +447,14 @@ def test_wait_over_graphs_does_not_poll(workers: list[Any], graph: Compile) -> N
     made = [g.execute(index) for index, g in enumerate(graphs)]
     looks = 0
     for g in graphs:
-        read_all = g._collector.read_all
+        read_all = g._collector._read_all
 
         def counted(read_all: Any = read_all) -> bool:
             nonlocal looks
             looks += 1
             return read_all()
 
-        g._collector.read_all = counted
+        g._collector._read_all = counted
     timer = threading.Timer(0.5, lambda: ray.get(workers[2].release.remote()))
     timer.start()
     assert raylane.graph.wait(made, timeout=60) == ([made[2]], [made[0], made[1], made[3]])

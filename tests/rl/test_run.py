@@ -154,10 +154,10 @@ def test_lost_weights_are_published_again(tmp_path: Path, model: Path, monkeypat
 @pytest.mark.parametrize("key", ["grpo__val_at_start", "grpo__mode"])
 def test_reward_that_waits_ends_the_run(tmp_path: Path, model: Path, key: str) -> None:
     changes = {"grpo__val_at_start": False, key: {"grpo__val_at_start": True, "grpo__mode": "async"}[key]}
-    rewards = {"grpo__rewards": "tests.rl.test_run:endless", "grpo__step_timeout_s": 20}
+    rewards = {"grpo__rewards": "tests.rl.test_run:endless", "grpo__step_timeout_s": 10}
     config = config_in(tmp_path, model, **changes, **rewards)
     state = "validation has answers of 0 of 1 rollout actors" if changes["grpo__val_at_start"] else "step 1 has 0 of 4"
-    with pytest.raises(RaylaneError, match=f"{state}.* after grpo.step_timeout_s=20 s: .* tests.rl.test_run:endless"):
+    with pytest.raises(RaylaneError, match=f"{state}.* after grpo.step_timeout_s=10 s: .* tests.rl.test_run:endless"):
         trainer.run(config)
 
 

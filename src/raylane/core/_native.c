@@ -1,4 +1,5 @@
-/* Operations on every message of a compiled graph, in C: slots of a ring, semaphores, waiting, pickling of small values.
+/* Operations on every message of a compiled graph, in C: slots of a ring, semaphores, waiting, pickling of small values,
+ * and sections of code that one thread at a time runs.
  *
  * `raylane.core.native` documents the memory layouts, `_native.pyi` the interface. Every offset is checked against the
  * size of its memory when an object is made, and every size that another process has written is checked before it is
@@ -27,7 +28,10 @@
 #error "the layout of a slot is little-endian"
 #endif
 
-enum { SLOT_HEADER = 16, FLAGS_AT = 64, FLAGS = 256, SLEEPS_AT = 48, PAGE = 4096, WAKE = 4, LOGGED = 32, TEXT = 6 };
+enum { SLOT_HEADER_BYTES = 16, FLAGS_AT = 64, FLAGS = 256, SLEEPS_AT = 48, PAGE_BYTES = 4096, WAKE = 4, LOGGED = 32 };
+enum { VALUE = 0, NOTHING = 3, BYTES = 5, TEXT = 6 }; /* kinds of messages */
+enum { APART = 1 << 16 };                /* size from which a string or bytes are sent as they are */
+enum { DESCRIPTOR_BYTES = 1024 };              /* bytes of a slot that are kept free where a message has buffers */
 
 static int64_t now_ns(void) {
     struct timespec at;
@@ -69,6 +73,14 @@ static void release_object(PyObject *object) {
     Py_DECREF(type);
 }
 
+static int call_without_result(PyObject *function, PyObject *argument) {
+    PyObject *callable = Py_NewRef(function); /* the call may replace it in the object that holds it */
+    PyObject *done = PyObject_CallFunctionObjArgs(callable, argument, NULL);
+    Py_DECREF(callable);
+    Py_XDECREF(done);
+    return done ? 0 : -1;
+}
+
 /* Return NULL from a method of an object whose __init__ has not run, or has failed. */
 #define REQUIRE(field) \
     if (!(field)) return PyErr_Format(PyExc_ValueError, "this object was not initialised")
@@ -99,7 +111,7 @@ static int doorbell_init(Doorbell *self, PyObject *args, PyObject *kwargs) {
     int64_t slow_ns = slow ? PyLong_AsLongLong(slow) : -1, budget_ns = budget ? PyLong_AsLongLong(budget) : -1;
     Py_XDECREF(slow);
     Py_XDECREF(budget);
-    if (PyErr_Occurred() || take_memory(page, &self->page, PAGE)) return -1;
+    if (PyErr_Occurred() || take_memory(page, &self->page, PAGE_BYTES)) return -1;
     self->semaphore = semaphore_at(&self->page, 0);
     if (!self->semaphore) return -1;
     self->flags = (unsigned char *)self->page.buf + FLAGS_AT;
@@ -284,11 +296,12 @@ typedef struct {
     Py_ssize_t slots_at, slots, slot_bytes;
     sem_t *full;
     Doorbell *doorbell;
-    long long sequence;
+    PyObject *loads;
+    long long sequence, read_bytes;
 } SlotReader;
 
 static int check_slots(Py_buffer *memory, Py_ssize_t at, Py_ssize_t slots, Py_ssize_t slot_bytes) {
-    if (at >= 0 && slots > 0 && slot_bytes >= SLOT_HEADER && at <= memory->len &&
+    if (at >= 0 && slots > 0 && slot_bytes >= SLOT_HEADER_BYTES && at <= memory->len &&
         slots <= (memory->len - at) / slot_bytes)
         return 0;
     PyErr_Format(PyExc_ValueError, "%zd slots of %zd bytes at offset %zd do not fit into %zd bytes", slots, slot_bytes,
@@ -298,70 +311,99 @@ static int check_slots(Py_buffer *memory, Py_ssize_t at, Py_ssize_t slots, Py_ss
 
 typedef struct {
     PyTypeObject *doorbell;
+    PyObject *busy, *damaged_ring;
 } ModuleState;
 
+/* Return the state of this module for one of its types, or for a subclass. */
+static ModuleState *state_of(PyTypeObject *type) {
+    ModuleState *state;
+    while (!(state = PyType_GetModuleState(type))) {
+        PyErr_Clear();
+        type = (PyTypeObject *)PyType_GetSlot(type, Py_tp_base);
+    }
+    return state;
+}
+
 static int reader_init(SlotReader *self, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"memory", "full_at", "slots_at", "slots", "slot_bytes", "doorbell", NULL};
-    PyObject *memory;
+    static char *names[] = {"memory", "full_at", "slots_at", "slots", "slot_bytes", "doorbell", "loads", NULL};
+    PyObject *memory, *loads;
     Doorbell *doorbell;
     Py_ssize_t full_at;
-    ModuleState *state = PyType_GetModuleState(Py_TYPE((PyObject *)self)); /* there are no subclasses */
-    if (!state) return -1;
     if (self->memory.obj) {
         PyErr_SetString(PyExc_TypeError, "a SlotReader is initialised once");
         return -1;
     }
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OnnnnO!", names, &memory, &full_at, &self->slots_at, &self->slots,
-                                     &self->slot_bytes, state->doorbell, &doorbell))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OnnnnO!O", names, &memory, &full_at, &self->slots_at,
+                                     &self->slots, &self->slot_bytes, state_of(Py_TYPE((PyObject *)self))->doorbell,
+                                     &doorbell, &loads))
         return -1;
     if (take_memory(memory, &self->memory, 0)) return -1;
     if (check_slots(&self->memory, self->slots_at, self->slots, self->slot_bytes)) return -1;
     self->full = semaphore_at(&self->memory, full_at);
     if (!self->full) return -1;
     self->doorbell = (Doorbell *)Py_NewRef((PyObject *)doorbell);
+    self->loads = Py_NewRef(loads);
     return 0;
 }
 
 static void reader_dealloc(SlotReader *self) {
     if (self->memory.obj) PyBuffer_Release(&self->memory);
     Py_XDECREF((PyObject *)self->doorbell);
+    Py_XDECREF(self->loads);
     release_object((PyObject *)self);
 }
 
-static PyObject *reader_take(SlotReader *self, PyObject *Py_UNUSED(ignored)) {
-    REQUIRE(self->doorbell);
-    const char *slot =
+typedef struct {
+    const char *body;
+    uint32_t size;
+    uint16_t buffers;
+    unsigned char kind, flags;
+} Slot;
+
+/* Take the next message, after a successful wait for it. Returns -1 with an error if the ring was overrun. */
+static int take_slot(SlotReader *self, Slot *slot) {
+    const char *at =
         (char *)self->memory.buf + self->slots_at + (Py_ssize_t)(self->sequence % self->slots) * self->slot_bytes;
     uint64_t sequence;
-    uint32_t size;
-    uint16_t count;
-    memcpy(&sequence, slot, 8);
-    memcpy(&size, slot + 8, 4);
-    memcpy(&count, slot + 14, 2);
-    unsigned char kind = (unsigned char)slot[12], flags = (unsigned char)slot[13];
-    if (sequence != (uint64_t)self->sequence)
-        return PyErr_Format(PyExc_AssertionError, "message %llu in the place of message %lld: a ring was overrun",
-                            (unsigned long long)sequence, self->sequence);
+    memcpy(&sequence, at, 8);
+    memcpy(&slot->size, at + 8, 4);
+    memcpy(&slot->buffers, at + 14, 2);
+    slot->kind = (unsigned char)at[12];
+    slot->flags = (unsigned char)at[13];
+    slot->body = at + SLOT_HEADER_BYTES;
+    if (sequence != (uint64_t)self->sequence) {
+        PyErr_Format(state_of(Py_TYPE((PyObject *)self))->damaged_ring,
+                     "message %llu in the place of message %lld: a ring was overrun",
+                     (unsigned long long)sequence, self->sequence);
+        return -1;
+    }
     /* Before anything can fail: the message is consumed in any case. */
     self->sequence++;
     self->doorbell->read++;
-    PyObject *body;
-    if (count || kind == TEXT) {
-        body = Py_NewRef(Py_None);
-    } else {
-        if (size > self->slot_bytes - SLOT_HEADER)
-            return PyErr_Format(PyExc_AssertionError, "a message of %u bytes does not fit into a slot", size);
-        body = PyBytes_FromStringAndSize(slot + SLOT_HEADER, size);
-    }
+    if (slot->buffers || slot->size <= self->slot_bytes - SLOT_HEADER_BYTES) return 0;
+    PyErr_Format(state_of(Py_TYPE((PyObject *)self))->damaged_ring, "a message of %u bytes does not fit into a slot",
+                 slot->size);
+    return -1;
+}
+
+/* Return (kind, flags, body) of a message that was taken. The body is None if there are buffers: see `parts`. */
+static PyObject *description(const Slot *slot) {
+    PyObject *body = slot->buffers ? Py_NewRef(Py_None) : PyBytes_FromStringAndSize(slot->body, slot->size);
     PyObject *found = body ? PyTuple_New(3) : NULL;
     if (!found) {
         Py_XDECREF(body);
         return NULL;
     }
-    PyTuple_SetItem(found, 0, PyLong_FromLong(kind)); /* a small int: cannot fail */
-    PyTuple_SetItem(found, 1, PyLong_FromLong(flags));
+    PyTuple_SetItem(found, 0, PyLong_FromLong(slot->kind)); /* a small int: cannot fail */
+    PyTuple_SetItem(found, 1, PyLong_FromLong(slot->flags));
     PyTuple_SetItem(found, 2, body);
     return found;
+}
+
+static PyObject *reader_take(SlotReader *self, PyObject *Py_UNUSED(ignored)) {
+    REQUIRE(self->doorbell);
+    Slot slot;
+    return take_slot(self, &slot) ? NULL : description(&slot);
 }
 
 static PyObject *reader_poll(SlotReader *self, PyObject *ignored) {
@@ -370,16 +412,33 @@ static PyObject *reader_poll(SlotReader *self, PyObject *ignored) {
     return reader_take(self, ignored);
 }
 
-static PyObject *reader_text(SlotReader *self, PyObject *Py_UNUSED(ignored)) {
+/* Return the value of a message without buffers, NULL with an error if it cannot be unpickled. */
+static PyObject *value_of(SlotReader *self, const Slot *slot) {
+    if (slot->kind == TEXT) return PyUnicode_DecodeUTF8(slot->body, slot->size, "surrogatepass"); /* as pickle does */
+    PyObject *body = PyBytes_FromStringAndSize(slot->body, slot->size);
+    if (!body || slot->kind == BYTES) return body;
+    PyObject *value = PyObject_CallFunctionObjArgs(self->loads, body, NULL);
+    Py_DECREF(body);
+    return value;
+}
+
+static PyObject *reader_read(SlotReader *self, PyObject *const *args, Py_ssize_t count) {
     REQUIRE(self->doorbell);
-    if (!self->sequence) return PyErr_Format(PyExc_ValueError, "no message was taken");
-    const char *slot =
-        (char *)self->memory.buf + self->slots_at + (Py_ssize_t)((self->sequence - 1) % self->slots) * self->slot_bytes;
-    uint32_t size;
-    memcpy(&size, slot + 8, 4);
-    if (size > self->slot_bytes - SLOT_HEADER)
-        return PyErr_Format(PyExc_AssertionError, "a message of %u bytes does not fit into a slot", size);
-    return PyUnicode_DecodeUTF8(slot + SLOT_HEADER, size, "surrogatepass"); /* as pickle does */
+    if (count != 3) return PyErr_Format(PyExc_TypeError, "read takes a list, an index and a function or None");
+    if (args[0] != Py_None && !PyList_Check(args[0])) return PyErr_Format(PyExc_TypeError, "values are a list");
+    if (sem_trywait(self->full)) Py_RETURN_NONE;
+    Slot slot;
+    if (take_slot(self, &slot)) return NULL;
+    if (slot.buffers || (slot.kind != VALUE && slot.kind != BYTES && slot.kind != TEXT && slot.kind != NOTHING))
+        return description(&slot);
+    self->read_bytes += slot.size;
+    if (args[0] != Py_None && slot.kind != NOTHING) {
+        Py_ssize_t index = PyLong_AsSsize_t(args[1]);
+        if (args[2] != Py_None && call_without_result(args[2], NULL)) return NULL;
+        PyObject *value = PyErr_Occurred() ? NULL : value_of(self, &slot);
+        if (!value || PyList_SetItem(args[0], index, value)) return NULL;
+    }
+    return PyLong_FromLong(slot.flags);
 }
 
 static PyObject *reader_parts(SlotReader *self, PyObject *Py_UNUSED(ignored)) {
@@ -391,9 +450,9 @@ static PyObject *reader_parts(SlotReader *self, PyObject *Py_UNUSED(ignored)) {
     uint16_t count;
     memcpy(&body_size, slot + 8, 4);
     memcpy(&count, slot + 14, 2);
-    Py_ssize_t room = self->slot_bytes - SLOT_HEADER - 8 * (Py_ssize_t)count;
+    Py_ssize_t room = self->slot_bytes - SLOT_HEADER_BYTES - 8 * (Py_ssize_t)count;
     if (room < 0) return PyErr_Format(PyExc_AssertionError, "%d buffers do not fit into a slot", (int)count);
-    const char *sizes = slot + SLOT_HEADER, *at = sizes + 8 * (Py_ssize_t)count;
+    const char *sizes = slot + SLOT_HEADER_BYTES, *at = sizes + 8 * (Py_ssize_t)count;
     PyObject *parts = PyList_New(count), *body = NULL, *found = NULL;
     for (Py_ssize_t i = 0; parts && i < count; i++) {
         uint64_t size;
@@ -423,15 +482,17 @@ static PyObject *reader_parts(SlotReader *self, PyObject *Py_UNUSED(ignored)) {
 }
 
 static PyMethodDef reader_methods[] = {
-    {"text", (PyCFunction)reader_text, METH_NOARGS, "Return the string of the message that was taken last."},
     {"parts", (PyCFunction)reader_parts, METH_NOARGS, "Return (body, buffers) of the message that was taken last."},
     {"take", (PyCFunction)reader_take, METH_NOARGS, "Read the next message, after a successful wait for it."},
     {"poll", (PyCFunction)reader_poll, METH_NOARGS, "Read the next message, or return None if there is none."},
+    {"read", (PyCFunction)(void (*)(void))reader_read, METH_FASTCALL,
+     "Read the next message, and store its value if it is a usual one."},
     {NULL, NULL, 0, NULL},
 };
 
 static PyMemberDef reader_members[] = {
     {"sequence", T_LONGLONG, offsetof(SlotReader, sequence), READONLY, "Number of the next message."},
+    {"read_bytes", T_LONGLONG, offsetof(SlotReader, read_bytes), 0, "Bytes of the messages that `read` has taken over."},
     {NULL, 0, 0, 0, NULL},
 };
 
@@ -444,8 +505,8 @@ static PyType_Slot slot_reader_slots[] = {
     {0, NULL},
 };
 
-static PyType_Spec slot_reader_spec = {"raylane.core._native.SlotReader", sizeof(SlotReader), 0, TYPE_FLAGS,
-                                       slot_reader_slots};
+static PyType_Spec slot_reader_spec = {"raylane.core._native.SlotReader", sizeof(SlotReader), 0,
+                                       TYPE_FLAGS | Py_TPFLAGS_BASETYPE, slot_reader_slots};
 
 typedef struct {
     Py_buffer page;
@@ -456,7 +517,7 @@ typedef struct {
 typedef struct {
     PyObject_HEAD
     Py_buffer memory;
-    Py_ssize_t slots_at, slots, slot_bytes, readers;
+    Py_ssize_t slots_at, slots, slot_bytes, most_copied, readers;
     sem_t **fulls;
     Bell *bells;
     int wake_fd, ready;
@@ -464,15 +525,15 @@ typedef struct {
 } SlotWriter;
 
 static int writer_init(SlotWriter *self, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"memory", "slots_at", "slots", "slot_bytes", "readers", NULL};
+    static char *names[] = {"memory", "slots_at", "slots", "slot_bytes", "most_copied", "readers", NULL};
     PyObject *memory, *readers;
     if (self->memory.obj) {
         PyErr_SetString(PyExc_TypeError, "a SlotWriter is initialised once");
         return -1;
     }
     self->wake_fd = -1;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OnnnO!", names, &memory, &self->slots_at, &self->slots,
-                                     &self->slot_bytes, &PyTuple_Type, &readers))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OnnnnO!", names, &memory, &self->slots_at, &self->slots,
+                                     &self->slot_bytes, &self->most_copied, &PyTuple_Type, &readers))
         return -1;
     if (take_memory(memory, &self->memory, 0)) return -1;
     if (check_slots(&self->memory, self->slots_at, self->slots, self->slot_bytes)) return -1;
@@ -498,7 +559,7 @@ static int writer_init(SlotWriter *self, PyObject *args, PyObject *kwargs) {
             return -1;
         }
         self->fulls[i] = semaphore_at(&self->memory, full_at);
-        if (!self->fulls[i] || take_memory(page, &self->bells[i].page, PAGE)) return -1;
+        if (!self->fulls[i] || take_memory(page, &self->bells[i].page, PAGE_BYTES)) return -1;
         self->readers = i + 1; /* from here on dealloc releases this page */
         self->bells[i].semaphore = semaphore_at(&self->bells[i].page, 0);
         if (!self->bells[i].semaphore) return -1;
@@ -532,7 +593,7 @@ static void notify_readers(SlotWriter *self, int flags) {
 }
 
 /* Take sequence, kind and flags of a message, and return its slot; NULL with an error if one is out of range. */
-static char *slot_for(SlotWriter *self, PyObject *const *args, long long *sequence, long *kind, long *flags) {
+static char *slot_for(SlotWriter *self, PyObject *const args[3], long long *sequence, long *kind, long *flags) {
     *sequence = PyLong_AsLongLong(args[0]);
     *kind = PyLong_AsLong(args[1]);
     *flags = PyLong_AsLong(args[2]);
@@ -552,35 +613,6 @@ static void fill_header(char *slot, long long sequence, uint32_t size, long kind
     memcpy(slot + 14, &count, 2);
 }
 
-static PyObject *writer_write(SlotWriter *self, PyObject *const *args, Py_ssize_t count) {
-    REQUIRE(self->ready);
-    if (count != 4) return PyErr_Format(PyExc_TypeError, "write takes sequence, kind, flags and body");
-    long long sequence;
-    long kind, flags;
-    char *slot = slot_for(self, args, &sequence, &kind, &flags);
-    Py_buffer body = {0};
-    if (!slot) return NULL;
-    if (PyUnicode_Check(args[3])) {
-        /* The characters of a string in ASCII are its bytes in UTF-8: no copy is made. */
-        body.buf = (void *)PyUnicode_AsUTF8AndSize(args[3], &body.len);
-        if (!body.buf) return NULL;
-        if (body.len != PyUnicode_GetLength(args[3])) return PyErr_Format(PyExc_TypeError, "a string must be in ASCII");
-    } else if (PyObject_GetBuffer(args[3], &body, PyBUF_SIMPLE)) {
-        return NULL;
-    }
-    if (body.len > self->slot_bytes - SLOT_HEADER) {
-        PyErr_Format(PyExc_ValueError, "%zd bytes do not fit into a slot of %zd", body.len, self->slot_bytes);
-        PyBuffer_Release(&body);
-        return NULL;
-    }
-    fill_header(slot, sequence, (uint32_t)body.len, kind, flags, 0);
-    memcpy(slot + SLOT_HEADER, body.buf, (size_t)body.len);
-    self->bytes += body.len;
-    PyBuffer_Release(&body);
-    notify_readers(self, (int)flags);
-    Py_RETURN_NONE;
-}
-
 static PyObject *writer_write_parts(SlotWriter *self, PyObject *const *args, Py_ssize_t count) {
     REQUIRE(self->ready);
     if (count != 5 || !PyList_Check(args[4]))
@@ -589,11 +621,11 @@ static PyObject *writer_write_parts(SlotWriter *self, PyObject *const *args, Py_
     long kind, flags;
     char *slot = slot_for(self, args, &sequence, &kind, &flags);
     if (!slot) return NULL;
-    Py_ssize_t parts = PyList_Size(args[4]), room = (self->slot_bytes - SLOT_HEADER) / 8, total = 0;
+    Py_ssize_t parts = PyList_Size(args[4]), room = (self->slot_bytes - SLOT_HEADER_BYTES) / 8, total = 0;
     if (parts > UINT16_MAX || parts > room)
         return PyErr_Format(PyExc_ValueError, "%zd buffers do not fit into a slot of %zd bytes", parts, self->slot_bytes);
-    room = self->slot_bytes - SLOT_HEADER - 8 * parts;
-    char *sizes = slot + SLOT_HEADER, *at = sizes + 8 * parts;
+    room = self->slot_bytes - SLOT_HEADER_BYTES - 8 * parts;
+    char *sizes = slot + SLOT_HEADER_BYTES, *at = sizes + 8 * parts;
     uint32_t body_size = 0;
     /* The body comes last. Taking a buffer may run code that changes the list, so each is taken by its number. */
     for (Py_ssize_t i = 0; i <= parts; i++) {
@@ -626,8 +658,69 @@ static PyObject *writer_write_parts(SlotWriter *self, PyObject *const *args, Py_
     Py_RETURN_NONE;
 }
 
+/* Return 1 if the buffers of a message may be copied into a slot beside a body, 0 if not, -1 with an error. */
+static int parts_fit(SlotWriter *self, Py_ssize_t body_bytes, PyObject *buffers) {
+    Py_ssize_t count = PyList_Size(buffers), total = 0;
+    Py_ssize_t room = self->slot_bytes - SLOT_HEADER_BYTES - DESCRIPTOR_BYTES - 8 * count - body_bytes;
+    for (Py_ssize_t i = 0; i < count && i < PyList_Size(buffers); i++) {
+        PyObject *part = Py_NewRef(PyList_GetItem(buffers, i));
+        Py_buffer from;
+        int failed = PyObject_GetBuffer(part, &from, PyBUF_SIMPLE);
+        Py_DECREF(part);
+        if (failed) return -1;
+        total += from.len;
+        PyBuffer_Release(&from);
+    }
+    return total <= self->most_copied && total <= room;
+}
+
+static PyObject *writer_write(SlotWriter *self, PyObject *const *args, Py_ssize_t count) {
+    REQUIRE(self->ready);
+    if (count == 2) { /* without flags */
+        PyObject *zero = PyLong_FromLong(0), *all[] = {args[0], args[1], zero};
+        PyObject *done = zero ? writer_write(self, all, 3) : NULL;
+        Py_XDECREF(zero);
+        return done;
+    }
+    if (count != 3 || !PyTuple_Check(args[1]) || PyTuple_Size(args[1]) < 3)
+        return PyErr_Format(PyExc_TypeError, "write takes sequence, message and flags");
+    PyObject *message = args[1], *buffers = PyTuple_GetItem(message, 2);
+    PyObject *parts[5] = {args[0], PyTuple_GetItem(message, 0), args[2], PyTuple_GetItem(message, 1), buffers};
+    Py_buffer body;
+    if (PyObject_GetBuffer(parts[3], &body, PyBUF_SIMPLE)) return NULL;
+    int fits = body.len <= self->slot_bytes - SLOT_HEADER_BYTES;
+    if (PyList_Check(buffers) && PyList_Size(buffers)) {
+        fits = parts_fit(self, body.len, buffers);
+        PyBuffer_Release(&body);
+        if (fits < 0) return NULL;
+        if (fits) return writer_write_parts(self, parts, 5);
+    } else if (fits) {
+        long long sequence;
+        long kind, flags;
+        char *slot = slot_for(self, parts, &sequence, &kind, &flags);
+        if (slot) {
+            fill_header(slot, sequence, (uint32_t)body.len, kind, flags, 0);
+            memcpy(slot + SLOT_HEADER_BYTES, body.buf, (size_t)body.len);
+            self->bytes += body.len;
+        }
+        PyBuffer_Release(&body);
+        if (!slot) return NULL;
+        notify_readers(self, (int)flags);
+        Py_RETURN_NONE;
+    } else {
+        PyBuffer_Release(&body);
+    }
+    return PyObject_CallMethod((PyObject *)self, "write_elsewhere", "(OOO)", args[0], message, args[2]);
+}
+
+static PyObject *writer_write_elsewhere(SlotWriter *self, PyObject *const *Py_UNUSED(args), Py_ssize_t Py_UNUSED(count)) {
+    return PyErr_Format(PyExc_ValueError, "a message does not fit into a slot of %zd bytes", self->slot_bytes);
+}
+
 static PyMethodDef writer_methods[] = {
-    {"write", (PyCFunction)(void (*)(void))writer_write, METH_FASTCALL, "Write one small message; notify the readers."},
+    {"write", (PyCFunction)(void (*)(void))writer_write, METH_FASTCALL, "Write one message; notify the readers."},
+    {"write_elsewhere", (PyCFunction)(void (*)(void))writer_write_elsewhere, METH_FASTCALL,
+     "Write one message that is too large for its slot; a subclass does so."},
     {"write_parts", (PyCFunction)(void (*)(void))writer_write_parts, METH_FASTCALL,
      "Write one message with buffers that fit into the slot; notify the readers."},
     {NULL, NULL, 0, NULL},
@@ -648,57 +741,114 @@ static PyType_Slot slot_writer_slots[] = {
     {0, NULL},
 };
 
-static PyType_Spec slot_writer_spec = {"raylane.core._native.SlotWriter", sizeof(SlotWriter), 0, TYPE_FLAGS,
-                                       slot_writer_slots};
+static PyType_Spec slot_writer_spec = {"raylane.core._native.SlotWriter", sizeof(SlotWriter), 0,
+                                       TYPE_FLAGS | Py_TPFLAGS_BASETYPE, slot_writer_slots};
 
-/* Pickler of small values */
+/* Encoder of values into messages */
 
 typedef struct {
     PyObject_HEAD
-    PyObject *dump, *forget, *output, *buffers;
-    Py_ssize_t limit;
-} SmallPickler;
+    PyTypeObject *message;
+    allocfunc new_message;
+    PyObject *modules, *none, *no_buffers;
+    Py_ssize_t most_kept;
+    PyObject *dump, *forget, *output, *buffers, *awaited; /* replaced by each `prepare` */
+} Encoder;
 
-static int pickler_init(SmallPickler *self, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"dump", "forget", "output", "buffers", "limit", NULL};
-    PyObject *dump, *forget, *output, *buffers;
-    Py_ssize_t limit;
-    if (self->dump) {
-        PyErr_SetString(PyExc_TypeError, "a SmallPickler is initialised once");
+static int encoder_init(Encoder *self, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"message", "none", "modules", "most_kept", NULL};
+    PyObject *message, *none, *modules;
+    Py_ssize_t most_kept;
+    if (self->message) {
+        PyErr_SetString(PyExc_TypeError, "an Encoder is initialised once");
         return -1;
     }
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO!O!n", names, &dump, &forget, &PyList_Type, &output,
-                                     &PyList_Type, &buffers, &limit))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!OO!n", names, &PyType_Type, &message, &none, &PyDict_Type,
+                                     &modules, &most_kept))
         return -1;
-    self->dump = Py_NewRef(dump);
-    self->forget = Py_NewRef(forget);
-    self->output = Py_NewRef(output);
-    self->buffers = Py_NewRef(buffers);
-    self->limit = limit;
+    if (!PyType_IsSubtype((PyTypeObject *)message, &PyTuple_Type)) {
+        PyErr_SetString(PyExc_TypeError, "messages are tuples");
+        return -1;
+    }
+    self->no_buffers = PyTuple_New(0);
+    if (!self->no_buffers) return -1;
+    self->new_message = (allocfunc)PyType_GetSlot((PyTypeObject *)message, Py_tp_alloc);
+    self->message = (PyTypeObject *)Py_NewRef(message);
+    self->none = Py_NewRef(none);
+    self->modules = Py_NewRef(modules);
+    self->most_kept = most_kept;
     return 0;
 }
 
-static int pickler_clear(SmallPickler *self) {
-    Py_CLEAR(self->dump);
-    Py_CLEAR(self->forget);
-    Py_CLEAR(self->output);
-    Py_CLEAR(self->buffers);
+static int encoder_clear(Encoder *self) {
+    PyObject **fields[] = {(PyObject **)&self->message, &self->modules, &self->none,    &self->no_buffers, &self->dump,
+                           &self->forget,               &self->output,  &self->buffers, &self->awaited};
+    for (size_t i = 0; i < sizeof(fields) / sizeof(*fields); i++) Py_CLEAR(*fields[i]);
     return 0;
 }
 
-static int pickler_traverse(SmallPickler *self, visitproc visit, void *arg) {
+static int encoder_traverse(Encoder *self, visitproc visit, void *arg) {
     Py_VISIT(Py_TYPE((PyObject *)self));
+    Py_VISIT(self->message);
+    Py_VISIT(self->modules);
+    Py_VISIT(self->none);
+    Py_VISIT(self->no_buffers);
     Py_VISIT(self->dump);
     Py_VISIT(self->forget);
     Py_VISIT(self->output);
     Py_VISIT(self->buffers);
+    Py_VISIT(self->awaited);
     return 0;
 }
 
-static void pickler_dealloc(SmallPickler *self) {
+static void encoder_dealloc(Encoder *self) {
     PyObject_GC_UnTrack((PyObject *)self);
-    pickler_clear(self);
+    encoder_clear(self);
     release_object((PyObject *)self);
+}
+
+static PyObject *encoder_prepare(Encoder *self, PyObject *args) {
+    PyObject *dump, *forget, *output, *buffers, *awaited;
+    REQUIRE(self->message);
+    if (!PyArg_ParseTuple(args, "OOO!O!O!", &dump, &forget, &PyList_Type, &output, &PyList_Type, &buffers,
+                          &PyTuple_Type, &awaited))
+        return NULL;
+    PyObject *old[] = {self->dump, self->forget, self->output, self->buffers, self->awaited};
+    self->dump = Py_NewRef(dump);
+    self->forget = Py_NewRef(forget);
+    self->output = Py_NewRef(output);
+    self->buffers = Py_NewRef(buffers);
+    self->awaited = Py_NewRef(awaited);
+    for (size_t i = 0; i < sizeof(old) / sizeof(*old); i++) Py_XDECREF(old[i]);
+    Py_RETURN_NONE;
+}
+
+/* Return a message without buffers. Takes over the reference to `body`, which may be NULL after an error. */
+static PyObject *message_of(Encoder *self, long kind, PyObject *body, PyObject *held) {
+    PyObject *message = body ? self->new_message(self->message, 4) : NULL;
+    if (!message) {
+        Py_XDECREF(body);
+        return NULL;
+    }
+    PyTuple_SetItem(message, 0, PyLong_FromLong(kind)); /* a small int: cannot fail */
+    PyTuple_SetItem(message, 1, body);
+    PyTuple_SetItem(message, 2, Py_NewRef(self->no_buffers));
+    PyTuple_SetItem(message, 3, Py_NewRef(held));
+    return message;
+}
+
+/* Return the message of large bytes or of a large string in ASCII, which need no pickle; NULL without error for others. */
+static PyObject *message_as_it_is(Encoder *self, PyObject *value) {
+    if (PyBytes_CheckExact(value))
+        return PyBytes_Size(value) < APART ? NULL : message_of(self, BYTES, Py_NewRef(value), value);
+    if (!PyUnicode_CheckExact(value) || PyUnicode_GetLength(value) < APART) return NULL;
+    PyObject *is_ascii = PyObject_CallMethod(value, "isascii", NULL);
+    Py_XDECREF(is_ascii);
+    if (is_ascii != Py_True) return NULL;
+    /* The characters are its bytes in UTF-8: no copy is made. */
+    Py_ssize_t nbytes;
+    const char *text = PyUnicode_AsUTF8AndSize(value, &nbytes);
+    return text ? message_of(self, TEXT, PyMemoryView_FromMemory((char *)text, nbytes, PyBUF_READ), value) : NULL;
 }
 
 /* Return 1 if a pickle has the string `__main__`: opcode SHORT_BINUNICODE, length 8. The opcode occurs in no ASCII text,
@@ -714,40 +864,277 @@ static int names_script(const char *body, size_t size) {
     return 0;
 }
 
-static PyObject *pickler_encode(SmallPickler *self, PyObject *value) {
-    if (!self->dump) Py_RETURN_NONE;
-    PyObject *done = PyObject_CallFunctionObjArgs(self->dump, value, NULL);
-    if (!done) return NULL;
-    Py_DECREF(done);
-    done = PyObject_CallNoArgs(self->forget);
-    if (!done) return NULL;
-    Py_DECREF(done);
+static PyObject *encoder_small(Encoder *self, PyObject *value) {
+    REQUIRE(self->dump);
+    if (value == Py_None) return Py_NewRef(self->none);
+    PyObject *message = message_as_it_is(self, value);
+    if (message || PyErr_Occurred()) return message;
+    for (Py_ssize_t i = 0; i < PyTuple_Size(self->awaited); i++) {
+        int imported = PyDict_Contains(self->modules, PyTuple_GetItem(self->awaited, i));
+        if (imported < 0) return NULL;
+        if (!imported) continue;
+        PyObject *done = PyObject_CallMethod((PyObject *)self, "renew", NULL);
+        Py_XDECREF(done);
+        if (!done) return NULL;
+        break;
+    }
+    if (call_without_result(self->dump, value) || call_without_result(self->forget, NULL)) return NULL;
     if (PyList_Size(self->output) != 1 || PyList_Size(self->buffers)) Py_RETURN_NONE;
     PyObject *body = PyList_GetItem(self->output, 0);
-    if (!PyBytes_Check(body) || PyBytes_Size(body) >= self->limit) Py_RETURN_NONE;
+    if (!PyBytes_Check(body) || PyBytes_Size(body) >= self->most_kept) Py_RETURN_NONE;
     if (names_script(PyBytes_AsString(body), (size_t)PyBytes_Size(body))) Py_RETURN_NONE;
     Py_INCREF(body);
     if (PyList_SetSlice(self->output, 0, 1, NULL)) Py_CLEAR(body);
-    return body;
+    return message_of(self, VALUE, body, Py_None);
 }
 
-static PyMethodDef pickler_methods[] = {
-    {"encode", (PyCFunction)pickler_encode, METH_O, "Return the pickle of a small value, or None: look at the lists."},
+static PyObject *encoder_encode(Encoder *self, PyObject *value) {
+    PyObject *message = encoder_small(self, value);
+    if (message == Py_None) {
+        Py_DECREF(message);
+        message = PyObject_CallMethod((PyObject *)self, "rest", "(O)", value);
+    }
+    if (message) return message;
+    PyObject *type, *error, *traceback;
+    PyErr_Fetch(&type, &error, &traceback);
+    PyErr_NormalizeException(&type, &error, &traceback);
+    if (traceback) PyException_SetTraceback(error, traceback);
+    message = PyObject_CallMethod((PyObject *)self, "unusual", "(OO)", value, error);
+    Py_DECREF(type);
+    Py_DECREF(error);
+    Py_XDECREF(traceback);
+    return message;
+}
+
+static PyObject *encoder_left_to_subclass(Encoder *Py_UNUSED(self), PyObject *Py_UNUSED(args)) {
+    return PyErr_Format(PyExc_NotImplementedError, "a subclass of Encoder does this");
+}
+
+static PyMethodDef encoder_methods[] = {
+    {"prepare", (PyCFunction)encoder_prepare, METH_VARARGS, "Use this pickler from now on."},
+    {"small", (PyCFunction)encoder_small, METH_O, "Return the message of a usual value, or None: look at the lists."},
+    {"encode", (PyCFunction)encoder_encode, METH_O, "Return a value as a message."},
+    {"renew", (PyCFunction)encoder_left_to_subclass, METH_VARARGS, "Make another pickler and call `prepare`."},
+    {"rest", (PyCFunction)encoder_left_to_subclass, METH_VARARGS, "Return the message where `small` returned None."},
+    {"unusual", (PyCFunction)encoder_left_to_subclass, METH_VARARGS, "Return the message after an error."},
     {NULL, NULL, 0, NULL},
 };
 
-static PyType_Slot small_pickler_slots[] = {
+static PyType_Slot encoder_slots[] = {
     {Py_tp_new, PyType_GenericNew},
-    {Py_tp_init, pickler_init},
-    {Py_tp_dealloc, pickler_dealloc},
-    {Py_tp_traverse, pickler_traverse},
-    {Py_tp_clear, pickler_clear},
-    {Py_tp_methods, pickler_methods},
+    {Py_tp_init, encoder_init},
+    {Py_tp_dealloc, encoder_dealloc},
+    {Py_tp_traverse, encoder_traverse},
+    {Py_tp_clear, encoder_clear},
+    {Py_tp_methods, encoder_methods},
     {0, NULL},
 };
 
-static PyType_Spec small_pickler_spec = {"raylane.core._native.SmallPickler", sizeof(SmallPickler), 0,
-                                         TYPE_FLAGS | Py_TPFLAGS_HAVE_GC, small_pickler_slots};
+static PyType_Spec encoder_spec = {"raylane.core._native.Encoder", sizeof(Encoder), 0,
+                                   TYPE_FLAGS | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE, encoder_slots};
+
+/* Sections of code that one thread at a time runs */
+
+typedef struct {
+    PyObject_HEAD
+    PyThread_type_lock lock;
+    unsigned long owner; /* thread that runs the section; read and written with the GIL */
+    char locked;
+} Section;
+
+static int section_init(Section *self, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {NULL};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "", names)) return -1;
+    if (self->lock) {
+        PyErr_SetString(PyExc_TypeError, "a Section is initialised once");
+        return -1;
+    }
+    self->lock = PyThread_allocate_lock();
+    if (self->lock) return 0;
+    PyErr_NoMemory();
+    return -1;
+}
+
+static void section_dealloc(Section *self) {
+    if (self->lock) PyThread_free_lock(self->lock);
+    release_object((PyObject *)self);
+}
+
+/* Take the lock within a time. Returns 1 if it was taken, 0 if not, -1 after a signal whose handler has raised. */
+static int section_take(Section *self, double timeout_s) {
+    if (PyThread_acquire_lock(self->lock, NOWAIT_LOCK)) return 1;
+    for (double until = now_s() + timeout_s; timeout_s > 0; timeout_s = until - now_s()) {
+        PyLockStatus status;
+        PY_TIMEOUT_T microseconds = (PY_TIMEOUT_T)((timeout_s < 1e6 ? timeout_s : 1e6) * 1e6);
+        Py_BEGIN_ALLOW_THREADS
+        status = PyThread_acquire_lock_timed(self->lock, microseconds, 1);
+        Py_END_ALLOW_THREADS
+        if (status == PY_LOCK_ACQUIRED) return 1;
+        if (status == PY_LOCK_INTR && PyErr_CheckSignals()) return -1;
+    }
+    return 0;
+}
+
+static PyObject *section_run(Section *self, PyObject *args) {
+    REQUIRE(self->lock);
+    Py_ssize_t count = PyTuple_Size(args);
+    if (count < 2) return PyErr_Format(PyExc_TypeError, "run takes a timeout, a function and its arguments");
+    double timeout_s = PyFloat_AsDouble(PyTuple_GetItem(args, 0));
+    PyObject *arguments = PyErr_Occurred() ? NULL : PyTuple_GetSlice(args, 2, count);
+    if (!arguments) return NULL;
+    int taken = section_take(self, timeout_s);
+    PyObject *result = taken ? NULL : Py_NewRef(state_of(Py_TYPE((PyObject *)self))->busy);
+    if (taken > 0) {
+        self->owner = PyThread_get_thread_ident();
+        self->locked = 1;
+        /* A signal handler runs while Python code runs, not here: what is taken is released in any case. */
+        result = PyObject_Call(PyTuple_GetItem(args, 1), arguments, NULL);
+        self->locked = 0;
+        PyThread_release_lock(self->lock);
+    }
+    Py_DECREF(arguments);
+    return result;
+}
+
+static PyObject *section_runs_here(Section *self, PyObject *Py_UNUSED(ignored)) {
+    return PyBool_FromLong(self->locked && self->owner == PyThread_get_thread_ident());
+}
+
+static PyObject *section_reset(Section *self, PyObject *Py_UNUSED(ignored)) {
+    REQUIRE(self->lock);
+    PyThread_type_lock lock = PyThread_allocate_lock(); /* the old one stays: a thread of the parent may hold it */
+    if (!lock) return PyErr_NoMemory();
+    self->lock = lock;
+    self->locked = 0;
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef section_methods[] = {
+    {"run", (PyCFunction)section_run, METH_VARARGS, "Call a function while no other thread runs this section."},
+    {"runs_here", (PyCFunction)section_runs_here, METH_NOARGS, "Return True if the calling thread runs this section."},
+    {"reset", (PyCFunction)section_reset, METH_NOARGS, "Make the section free, in a forked child."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef section_members[] = {
+    {"locked", T_BOOL, offsetof(Section, locked), READONLY, "True while a thread runs this section."},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot section_slots[] = {
+    {Py_tp_new, PyType_GenericNew},
+    {Py_tp_init, section_init},
+    {Py_tp_dealloc, section_dealloc},
+    {Py_tp_methods, section_methods},
+    {Py_tp_members, section_members},
+    {0, NULL},
+};
+
+static PyType_Spec section_spec = {"raylane.core._native.Section", sizeof(Section), 0, TYPE_FLAGS, section_slots};
+
+/* Results of executions */
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *source, *values, *value, *error, *waiting, *leaf_errors;
+    double submitted_s;
+    Py_ssize_t number, messages_left;
+    char done, wakes_asyncio;
+} Result;
+
+static int result_init(Result *self, PyObject *args, PyObject *kwargs) {
+    if (self->source || kwargs || PyTuple_Size(args) != 5) {
+        PyErr_SetString(PyExc_TypeError, "a Result is initialised once, with five values in their order");
+        return -1;
+    }
+    /* Not by a format: one result is made for each execution. */
+    self->number = PyLong_AsSsize_t(PyTuple_GetItem(args, 1));
+    self->messages_left = PyLong_AsSsize_t(PyTuple_GetItem(args, 2));
+    self->wakes_asyncio = PyTuple_GetItem(args, 4) == Py_True;
+    self->source = Py_NewRef(PyTuple_GetItem(args, 0));
+    self->values = Py_NewRef(PyTuple_GetItem(args, 3));
+    self->leaf_errors = PyTuple_New(0);
+    self->submitted_s = now_s();
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+static int result_traverse(Result *self, visitproc visit, void *arg) {
+    Py_VISIT(Py_TYPE((PyObject *)self));
+    Py_VISIT(self->source);
+    Py_VISIT(self->values);
+    Py_VISIT(self->value);
+    Py_VISIT(self->error);
+    Py_VISIT(self->waiting);
+    Py_VISIT(self->leaf_errors);
+    return 0;
+}
+
+static int result_clear(Result *self) {
+    Py_CLEAR(self->source);
+    Py_CLEAR(self->values);
+    Py_CLEAR(self->value);
+    Py_CLEAR(self->error);
+    Py_CLEAR(self->waiting);
+    Py_CLEAR(self->leaf_errors);
+    return 0;
+}
+
+static void result_dealloc(Result *self) {
+    PyObject_GC_UnTrack((PyObject *)self);
+    result_clear(self);
+    release_object((PyObject *)self);
+}
+
+static PyObject *result_complete(Result *self, PyObject *const *args, Py_ssize_t count) {
+    if (count != 2) return PyErr_Format(PyExc_TypeError, "complete takes a value and an error or None");
+    PyObject *source = self->source, *value = self->value, *error = self->error;
+    self->value = Py_NewRef(args[0]);
+    self->error = Py_NewRef(args[1]);
+    self->source = Py_NewRef(Py_None);
+    self->done = 1;
+    Py_XDECREF(source); /* last: this may run any code */
+    Py_XDECREF(value);
+    Py_XDECREF(error);
+    if (!self->waiting || self->waiting == Py_None) Py_RETURN_NONE;
+    return PyObject_CallMethod((PyObject *)self, "wake", NULL);
+}
+
+static PyObject *result_is_done(Result *self, PyObject *Py_UNUSED(ignored)) { return PyBool_FromLong(self->done); }
+
+static PyMethodDef result_methods[] = {
+    {"complete", (PyCFunction)(void (*)(void))result_complete, METH_FASTCALL, "Set the value or the error."},
+    {"is_done", (PyCFunction)result_is_done, METH_NOARGS, "Return True if the result has a value or an error."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef result_members[] = {
+    {"_source", T_OBJECT, offsetof(Result, source), READONLY, NULL},
+    {"_values", T_OBJECT, offsetof(Result, values), 0, NULL},
+    {"_value", T_OBJECT, offsetof(Result, value), READONLY, NULL},
+    {"_error", T_OBJECT, offsetof(Result, error), READONLY, NULL},
+    {"_waiting", T_OBJECT, offsetof(Result, waiting), 0, NULL},
+    {"_done", T_BOOL, offsetof(Result, done), READONLY, NULL},
+    {"_messages_left", T_PYSSIZET, offsetof(Result, messages_left), 0, NULL},
+    {"_wakes_asyncio", T_BOOL, offsetof(Result, wakes_asyncio), READONLY, NULL},
+    {"number", T_PYSSIZET, offsetof(Result, number), READONLY, NULL},
+    {"submitted_s", T_DOUBLE, offsetof(Result, submitted_s), READONLY, NULL},
+    {"leaf_errors", T_OBJECT, offsetof(Result, leaf_errors), 0, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot result_slots[] = {
+    {Py_tp_new, PyType_GenericNew},
+    {Py_tp_init, result_init},
+    {Py_tp_dealloc, result_dealloc},
+    {Py_tp_traverse, result_traverse},
+    {Py_tp_clear, result_clear},
+    {Py_tp_methods, result_methods},
+    {Py_tp_members, result_members},
+    {0, NULL},
+};
+
+static PyType_Spec result_spec = {"raylane.core._native.Result", sizeof(Result), 0,
+                                  TYPE_FLAGS | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE, result_slots};
 
 /* Times of tasks */
 
@@ -821,6 +1208,16 @@ static PyObject *recorder_sent(Recorder *self, PyObject *const *args, Py_ssize_t
     Py_RETURN_NONE;
 }
 
+static PyObject *recorder_completed(Recorder *self, PyObject *const *args, Py_ssize_t count) {
+    REQUIRE(self->totals);
+    if (count != 2) return PyErr_Format(PyExc_TypeError, "completed takes an execution and a time");
+    long long execution = PyLong_AsLongLong(args[0]);
+    double submitted = PyFloat_AsDouble(args[1]);
+    if (PyErr_Occurred()) return NULL;
+    self->records[self->written++ % self->kept] = (Record){0, execution, submitted, submitted, submitted, now_s()};
+    Py_RETURN_NONE;
+}
+
 static PyObject *recorder_records(Recorder *self, PyObject *Py_UNUSED(ignored)) {
     REQUIRE(self->totals);
     long long first = self->written > self->kept ? self->written - self->kept : 0;
@@ -850,6 +1247,8 @@ static PyMethodDef recorder_methods[] = {
     {"started", (PyCFunction)recorder_started, METH_NOARGS, "Note that a call begins."},
     {"returned", (PyCFunction)recorder_returned, METH_NOARGS, "Note that the call has returned."},
     {"sent", (PyCFunction)(void (*)(void))recorder_sent, METH_FASTCALL, "Note that the results were sent."},
+    {"completed", (PyCFunction)(void (*)(void))recorder_completed, METH_FASTCALL,
+     "Note that an execution has ended."},
     {"records", (PyCFunction)recorder_records, METH_NOARGS, "Return the records, oldest first."},
     {"totals", (PyCFunction)recorder_totals, METH_O, "Return (count, waiting, computing, sending) of a task."},
     {NULL, NULL, 0, NULL},
@@ -978,9 +1377,10 @@ static PyMethodDef functions[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static int add_types(PyObject *module) {
+static int fill_module(PyObject *module) {
     ModuleState *state = PyModule_GetState(module);
-    PyType_Spec *specs[] = {&doorbell_spec, &slot_reader_spec, &slot_writer_spec, &small_pickler_spec, &recorder_spec};
+    PyType_Spec *specs[] = {&doorbell_spec, &slot_reader_spec, &slot_writer_spec,
+                            &encoder_spec,  &section_spec,     &result_spec,      &recorder_spec};
     for (size_t i = 0; i < sizeof(specs) / sizeof(*specs); i++) {
         PyObject *type = PyType_FromModuleAndSpec(module, specs[i], NULL);
         if (!type) return -1;
@@ -989,27 +1389,41 @@ static int add_types(PyObject *module) {
         Py_DECREF(type);
         if (failed) return -1;
     }
-    return 0;
+    state->busy = PyObject_CallNoArgs((PyObject *)&PyBaseObject_Type);
+    if (!state->busy || PyModule_AddObjectRef(module, "BUSY", state->busy)) return -1;
+    state->damaged_ring = PyErr_NewException("raylane.core._native.DamagedRing", PyExc_AssertionError, NULL);
+    if (!state->damaged_ring || PyModule_AddObjectRef(module, "DamagedRing", state->damaged_ring)) return -1;
+    return PyModule_AddIntMacro(module, SLOT_HEADER_BYTES) || PyModule_AddIntMacro(module, FLAGS) ||
+                   PyModule_AddIntMacro(module, PAGE_BYTES) || PyModule_AddIntMacro(module, WAKE) ||
+                   PyModule_AddIntMacro(module, LOGGED) || PyModule_AddIntMacro(module, VALUE) || PyModule_AddIntMacro(module, NOTHING) ||
+                   PyModule_AddIntMacro(module, BYTES) || PyModule_AddIntMacro(module, TEXT) ||
+                   PyModule_AddIntMacro(module, DESCRIPTOR_BYTES)
+               ? -1
+               : 0;
 }
 
 static int visit_state(PyObject *module, visitproc visit, void *arg) {
     ModuleState *state = PyModule_GetState(module);
     Py_VISIT(state->doorbell);
+    Py_VISIT(state->busy);
+    Py_VISIT(state->damaged_ring);
     return 0;
 }
 
 static int clear_state(PyObject *module) {
     ModuleState *state = PyModule_GetState(module);
     Py_CLEAR(state->doorbell);
+    Py_CLEAR(state->busy);
+    Py_CLEAR(state->damaged_ring);
     return 0;
 }
 
-static PyModuleDef_Slot slots[] = {{Py_mod_exec, (void *)add_types}, {0, NULL}};
+static PyModuleDef_Slot slots[] = {{Py_mod_exec, (void *)fill_module}, {0, NULL}};
 
 static struct PyModuleDef module = {
     PyModuleDef_HEAD_INIT,
     .m_name = "raylane.core._native",
-    .m_doc = "Native twin of raylane.core.portable.",
+    .m_doc = "Operations on every message of a compiled graph.",
     .m_size = sizeof(ModuleState),
     .m_traverse = visit_state,
     .m_clear = clear_state,

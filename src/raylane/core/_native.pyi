@@ -1,7 +1,32 @@
 """Interface of `_native.c`: operations on every message of a compiled graph. `native` documents the layouts."""
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Protocol
+
+BUSY: Final[object]
+"""Result of `Section.run` where another thread runs the section."""
+SLOT_HEADER_BYTES: Final[int]
+DESCRIPTOR_BYTES: Final[int]
+"""Bytes of a slot that are kept free, beside its header, where a message has buffers."""
+FLAGS: Final[int]
+"""Number of flags in the page of a doorbell."""
+PAGE_BYTES: Final[int]
+"""Size of the page of a doorbell."""
+WAKE: Final[int]
+"""Flag of a message: its execution is awaited in asyncio."""
+LOGGED: Final[int]
+"""Number of waits between two looks of the policy."""
+VALUE: Final[int]
+"""Kind of a message whose body is a pickle."""
+NOTHING: Final[int]
+"""Kind of a message that stands for None."""
+BYTES: Final[int]
+"""Kind of a message whose body is the value itself."""
+TEXT: Final[int]
+"""Kind of a message whose body is a string in UTF-8."""
+
+class DamagedRing(AssertionError):
+    """What a slot of a ring holds is not the next message: the ring was overrun, or memory was overwritten."""
 
 class Policy(Protocol):
     """Decision how long to yield before sleeping (implemented by `waiting.Patience`)."""
@@ -38,59 +63,151 @@ class Doorbell:
 class SlotReader:
     """Reading end of the slots of one ring. ValueError if they do not lie in the memory."""
 
+    read_bytes: int
+    """Bytes of the usual messages that `read` has read."""
     @property
     def sequence(self) -> int:
         """Number of the next message."""
     def __init__(
-        self, memory: Any, full_at: int, slots_at: int, slots: int, slot_bytes: int, doorbell: Doorbell
+        self,
+        memory: Any,
+        full_at: int,
+        slots_at: int,
+        slots: int,
+        slot_bytes: int,
+        doorbell: Doorbell,
+        loads: Callable[[bytes], Any],
     ) -> None: ...
+    def read(self, values: list[Any] | None, index: int, before: Callable[[], object] | None, /) -> Any:
+        """Read the next message: None if there is none, its flags if it is a usual one, else as `take` returns it.
+
+        Usual are VALUE, BYTES and TEXT without buffers, and NOTHING. Their value is put into `values` at `index`, where
+        NOTHING changes nothing; `values` of None drops it. Calls `before` first. Raises DamagedRing, or the errors
+        of `before` and of unpickling; then the message is read.
+        """
     def poll(self) -> tuple[int, int, bytes | None] | None:
         """Read the next message like `take`, or return None if there is none."""
     def take(self) -> tuple[int, int, bytes | None]:
         """Return (kind, flags, body) of the next message, after a successful wait for it.
 
-        The body is None if the message has buffers, then call `parts`, or is of the kind TEXT, then call `text`.
-        AssertionError if a ring was overrun.
+        The body is None if the message has buffers, then call `parts`. DamagedRing if there is another.
         """
-    def text(self) -> str:
-        """Return the string of the message that was taken last. AssertionError if its size does not fit."""
     def parts(self) -> tuple[bytes, list[bytearray]]:
         """Return (body, buffers) of the message that was taken last. AssertionError if its sizes do not fit."""
 
 class SlotWriter:
-    """Writing end of the slots of one ring. `readers` holds (offset of `full`, page of the doorbell, flag) of each."""
+    """Writing end of the slots of one ring. `readers` holds (offset of `full`, page of the doorbell, flag) of each.
+
+    Buffers of a message are copied into its slot if they have at most `most_copied` bytes together.
+    """
 
     bytes: int
     """Bytes written."""
     wake_fd: int
     """Eventfd of the reader's event loop, or -1."""
     def __init__(
-        self, memory: Any, slots_at: int, slots: int, slot_bytes: int, readers: tuple[tuple[int, Any, int], ...]
+        self,
+        memory: Any,
+        slots_at: int,
+        slots: int,
+        slot_bytes: int,
+        most_copied: int,
+        readers: tuple[tuple[int, Any, int], ...],
     ) -> None: ...
-    def write(self, sequence: int, kind: int, flags: int, body: Any) -> None:
-        """Write message `sequence` without buffers, and notify the readers. ValueError if it does not fit.
+    def write(self, sequence: int, message: tuple[Any, ...], flags: int = 0, /) -> None:
+        """Write the message (kind, body, list of buffers, ...) into slot `sequence`, and notify the readers.
 
-        The body is bytes, or a string in ASCII.
+        Calls `write_elsewhere` with the same arguments if it does not fit.
         """
+    def write_elsewhere(self, sequence: int, message: Any, flags: int, /) -> None:
+        """Write a message that does not fit into its slot. ValueError, unless a subclass does it."""
     def write_parts(self, sequence: int, kind: int, flags: int, body: Any, buffers: Any) -> None:
         """Write message `sequence` with C-contiguous buffers, and notify the readers. ValueError if it does not fit."""
 
-class SmallPickler:
-    """Pickles values with a pickler that is kept: `dump` appends the pickle to `output`, `forget` clears its memo."""
+class Encoder:
+    """Encoder of values into messages. Used by one thread at a time.
 
-    def __init__(
+    A message is a tuple (kind, body, buffers, held) of the class `message`; that of None is `none`. Subclasses do what
+    is not usual: `renew` and the two methods after it.
+    """
+
+    def __init__(self, message: type[tuple[Any, ...]], none: Any, modules: dict[str, Any], most_kept: int) -> None: ...
+    def prepare(
         self,
         dump: Callable[[Any], object],
         forget: Callable[[], object],
         output: list[Any],
         buffers: list[Any],
-        limit: int,
-    ) -> None: ...
-    def encode(self, value: Any) -> bytes | None:
-        """Return the pickle, or None if it is large, in several parts, has buffers or names `__main__`.
+        awaited: tuple[str, ...],
+        /,
+    ) -> None:
+        """Use a pickler whose `dump` appends to `output` and `buffers` and whose `forget` clears its memo.
 
-        After None the parts are still in `output` and `buffers`. Raises what pickling raises.
+        Once one of the `awaited` names is in `modules`, the next value calls `renew`.
         """
+    def small(self, value: Any, /) -> Any:
+        """Return the message of a usual value: None, large bytes or ASCII text as they are, or a pickle.
+
+        Return None, with the parts of the pickle in `output` and `buffers`, if it has several parts, buffers or at
+        least `most_kept` bytes, or if it names `__main__`. Raises what pickling raises.
+        """
+    def encode(self, value: Any, /) -> Any:
+        """Return the message of a value: that of `small`, or of `rest`, or after an error that of `unusual`."""
+    def renew(self) -> None:
+        """Make another pickler and `prepare` for it."""
+    def rest(self, value: Any, /) -> Any:
+        """Return the message of a value for which `small` has returned None."""
+    def unusual(self, value: Any, error: BaseException, /) -> Any:
+        """Return the message of a value for which `small` or `rest` has raised `error`, or raise another error."""
+
+class Section:
+    """Section of code that one thread at a time runs. A KeyboardInterrupt in it leaves no lock behind.
+
+    Python may raise that error between any two of its own instructions, also between the call that takes a lock and
+    the `try` that would release it. Here C takes and releases the lock, and no signal handler runs in between.
+    """
+
+    @property
+    def locked(self) -> bool:
+        """True while a thread runs this section."""
+    def run(self, timeout_s: float, function: Callable[..., Any], /, *arguments: Any) -> Any:
+        """Return what `function(*arguments)` returns, called while no other thread runs this section.
+
+        Waits for another thread at most `timeout_s` seconds (0: not at all), then returns BUSY.
+        """
+    def runs_here(self) -> bool:
+        """Return True if the calling thread runs this section, further down its stack."""
+    def reset(self) -> None:
+        """Make the section free. Only for a forked child, in which the thread that ran it does not exist."""
+
+class Result:
+    """Result of one execution of a graph: attributes and steps that every execution needs."""
+
+    number: int
+    """Number of this execution, from 0."""
+    submitted_s: float
+    """Time of the creation of this object, in seconds of time.perf_counter()."""
+    leaf_errors: Sequence[BaseException]
+    _source: Any
+    """What completes this result; None once it is done: a result that is kept must not keep the graph and its actors.
+    """
+    _values: list[Any] | None
+    """Values read so far; None once every message was read."""
+    _messages_left: int
+    """Number of messages that have not been read."""
+    _wakes_asyncio: bool
+    """True if the messages of this execution wake the asyncio loop."""
+    _waiting: Any
+    _done: bool
+    _value: Any
+    _error: BaseException | None
+    def __init__(
+        self, source: Any, number: int, messages_left: int, values: list[Any], wakes_asyncio: bool, /
+    ) -> None: ...
+    def complete(self, value: Any, error: BaseException | None, /) -> None:
+        """Set the value or the error, and call `wake` if coroutines wait. For the source only."""
+    def is_done(self) -> bool:
+        """Return True if the result has a value or an error. Reads no messages."""
 
 class Recorder:
     """Times of the tasks of one graph in one actor: totals of each task, and records of the last `kept` ones.
@@ -105,6 +222,8 @@ class Recorder:
         """Note that the call has returned."""
     def sent(self, task: int, execution: int) -> None:
         """Note that the results were sent."""
+    def completed(self, execution: int, submitted_s: float, /) -> None:
+        """Note that an execution has ended now, in a record of task 0 that has `submitted_s` three times."""
     def records(self) -> list[tuple[int, int, float, float, float, float]]:
         """Return (task, execution, idle since, started, returned, sent) of the last tasks, oldest first."""
     def totals(self, task: int) -> tuple[int, float, float, float]:

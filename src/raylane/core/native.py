@@ -13,15 +13,27 @@ A reader that consumes a post and finds no flag therefore polls all its rings.
 
 from __future__ import annotations
 
-import struct
-
 try:
     from raylane.core._native import (
+        BUSY,
+        BYTES,
+        DESCRIPTOR_BYTES,
+        FLAGS,
+        LOGGED,
+        NOTHING,
+        PAGE_BYTES,
+        SLOT_HEADER_BYTES,
+        TEXT,
+        VALUE,
+        WAKE,
+        DamagedRing,
         Doorbell,
+        Encoder,
         Recorder,
+        Result,
+        Section,
         SlotReader,
         SlotWriter,
-        SmallPickler,
         copy,
         copy_many,
         run_delay_ns,
@@ -33,30 +45,26 @@ except ImportError as error:
     ) from error
 
 __all__ = [
+    "BUSY",
+    "BYTES",
+    "DESCRIPTOR_BYTES",
     "FLAGS",
-    "HEADER",
     "LOGGED",
+    "NOTHING",
     "PAGE_BYTES",
+    "SLOT_HEADER_BYTES",
     "TEXT",
+    "VALUE",
     "WAKE",
+    "DamagedRing",
     "Doorbell",
+    "Encoder",
     "Recorder",
+    "Result",
+    "Section",
     "SlotReader",
     "SlotWriter",
-    "SmallPickler",
     "copy",
     "copy_many",
     "run_delay_ns",
 ]
-
-PAGE_BYTES = 4096
-FLAGS = 256
-"""Number of flags in the page of a doorbell."""
-HEADER = struct.Struct("<QIBBH")
-"""Header of a slot: sequence number, bytes of the body, kind, flags, number of buffers."""
-WAKE = 4
-"""Flag of a message: its execution is awaited in asyncio."""
-TEXT = 6
-"""Kind of a message whose body is a string in UTF-8."""
-LOGGED = 32
-"""Number of waits between two looks of the policy."""

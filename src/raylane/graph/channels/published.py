@@ -92,18 +92,16 @@ class PublishingWriter:
     def encode(self, value: Any) -> Message:
         """Return a value as a message. That of a value with large tensors is a TICKET, and `held` are its leaves."""
         encoder = self._encoder
-        if value is None:
-            return messages.SIGNAL
-        encoder.renew_for_imports()
+        message: Message | None = None
         try:
-            body = encoder.small(value)
+            message = encoder.small(value)
         except ray.exceptions.RayError:  # a GraphResult inside has failed or has timed out
             encoder.renew()
             raise
         except Exception:  # a tensor, or a value for cloudpickle: `split` raises other errors again
-            body = None
-        if body is not None:
-            return Message(messages.VALUE, body)
+            pass
+        if message is not None:
+            return message
         encoder.renew()
         skeleton, leaves = messages.split(value)
         if not self._staging.worth_publishing(leaves, self._transport):

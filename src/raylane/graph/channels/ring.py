@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import struct
 import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -41,7 +40,7 @@ from raylane.core.semaphore import SEMAPHORE_BYTES
 from raylane.core.waiting import patience
 from raylane.errors import GraphPlanError
 from raylane.graph.channels.lease import MAX_READERS, Descriptor, LeasePool, LeaseReader, Reservation
-from raylane.graph.values.message import TENSORS, TEXT, VALUE, Message
+from raylane.graph.values.message import TENSORS, Message
 
 HEADER_BYTES = MAX_READERS * SEMAPHORE_BYTES
 SLOT_BYTES = 1 << 21
@@ -49,10 +48,6 @@ SLOT_BYTES = 1 << 21
 Only pages that were written take memory, and an edge has `max_inflight` slots."""
 LEND_FROM_BYTES = 1 << 17
 """Total size from which buffers are leased, not copied into the slot: below, two copies cost less than a lease."""
-_HEADER = native.HEADER
-_SIZE = struct.Struct("<Q")
-ROOM_BYTES = SLOT_BYTES - _HEADER.size
-"""Size of the largest body that lies in a slot by itself."""
 
 MAX_PLACES = 10
 """Maximum number of buffers of one message that are handed over: their places must fit into a slot. Others are copied.
@@ -131,8 +126,12 @@ def _check_size(segment: Segment, spec: RingSpec) -> None:
         )
 
 
-class RingWriter:
-    """Writing end of a ring. Used by one thread at a time."""
+class RingWriter(native.SlotWriter):
+    """Writing end of a ring. Used by one thread at a time.
+
+    `write` (sequence, message, flags) sends one message. It waits only for memory that readers still keep (with the
+    errors of `LeasePool.lend`). After PoolFull nothing was written: write the message again later.
+    """
 
     def __init__(self, segment: Segment, spec: RingSpec, doorbells: Sequence[Segment], pool: LeasePool) -> None:
         """Open the writing end. `doorbells` are the readers' doorbells, in the order of `spec.readers`."""
@@ -145,48 +144,35 @@ class RingWriter:
             for index, (doorbell, flag) in enumerate(zip(doorbells, spec.flags, strict=True))
         )
         slots_at = spec.offset + HEADER_BYTES
-        self._slot_writer = native.SlotWriter(segment.memory, slots_at, spec.slots, SLOT_BYTES, readers)
-        self.write_small = self._slot_writer.write
-        """Function (sequence, kind, flags, body) for messages without buffers whose body has at most ROOM_BYTES."""
-        self.write_parts = self._slot_writer.write_parts
-        """Function (sequence, kind, flags, body, list of buffers) for messages that `fits_slot` permits."""
+        super().__init__(segment.memory, slots_at, spec.slots, SLOT_BYTES, LEND_FROM_BYTES - 1, readers)
         self._large_bytes = 0
 
     @property
     def written_bytes(self) -> int:
         """Number of bytes written in total."""
-        return self._slot_writer.bytes + self._large_bytes
+        return self.bytes + self._large_bytes
 
-    def write(self, sequence: int, message: Message, flags: int = 0) -> None:
-        """Send one message. Waits only for memory that readers still keep (with the errors of `LeasePool.lend`).
-
-        After PoolFull nothing was written: write the message again later.
-        """
+    def write_elsewhere(self, sequence: int, message: Message, flags: int) -> None:
+        """Send a message that does not fit into its slot, in leased memory or in memory that is handed over."""
         kind, body, buffers, _ = message
-        if not buffers and len(body) <= ROOM_BYTES:
-            self.write_small(sequence, kind, flags, body)
-            return
         sizes = [memoryview(buffer).nbytes for buffer in buffers]
-        parts: list[Any] = list(buffers)
-        if lent := _lent_flags(len(body), sizes):
-            handed_places = _handed_over(buffers)
-            copied = [buffer for buffer, place in zip(buffers, handed_places, strict=True) if place is None]
-            with_body = bool(lent & LENT_BODY)
-            copied += [body] if with_body else []
-            # The lease may wait or fail: nothing of the slot has been written by then.
-            place: Any = tuple(self._pool.lend(copied, self._spec.readers)) if copied else None
-            # Something needs no copy: the message names its place instead.
-            if len(copied) < len(buffers) + with_body:
-                place = place, [None if region is None else tuple(region[0]) for region in handed_places]
-                flags |= HANDED_OVER
-                for region in handed_places:
-                    if region is not None:
-                        self._pool.hand_over(region[1], len(self._spec.readers))
-            self._large_bytes += sum(sizes) + with_body * len(body)
-            parts, body = [pickle.dumps(place, 5)], b"" if with_body else body
-            self._large_bytes -= len(parts[0])
-            flags |= lent
-        self.write_parts(sequence, kind, flags, body, parts)
+        lent = _lent_flags(len(body), sizes)
+        handed_places = _handed_over(buffers)
+        copied = [buffer for buffer, place in zip(buffers, handed_places, strict=True) if place is None]
+        with_body = bool(lent & LENT_BODY)
+        copied += [body] if with_body else []
+        # The lease may wait or fail: nothing of the slot has been written by then.
+        place: Any = tuple(self._pool.lend(copied, self._spec.readers)) if copied else None
+        # Something needs no copy: the message names its place instead.
+        if len(copied) < len(buffers) + with_body:
+            place = place, [None if region is None else tuple(region[0]) for region in handed_places]
+            flags |= HANDED_OVER
+            for region in handed_places:
+                if region is not None:
+                    self._pool.hand_over(region[1], len(self._spec.readers))
+        descriptor = pickle.dumps(place, 5)
+        self._large_bytes += sum(sizes) + with_body * len(body) - len(descriptor)
+        self.write_parts(sequence, kind, flags | lent, b"" if with_body else body, [descriptor])
 
     def leased_bytes(self, message: Message) -> int:
         """Return the bytes that must be leased to send a message; 0 if the message fits into a slot."""
@@ -199,7 +185,7 @@ class RingWriter:
 
     def wake_with(self, fd: int) -> None:
         """Write to eventfd `fd`, that of the reader's event loop, from now on for messages with the flag WAKE."""
-        self._slot_writer.wake_fd = fd
+        self.wake_fd = fd
 
     def own_wake_fd(self, fd: int) -> None:
         """Do the same, and close `fd` when this writer is garbage: no thread can be writing to it then."""
@@ -235,23 +221,24 @@ def _handed_over(buffers: Sequence[Any]) -> list[tuple[RegionPlace, Region] | No
     return handed_places
 
 
-def fits_slot(body_bytes: int, buffers: Sequence[Any]) -> bool:
-    """Return True if a message goes into a slot: copied once on each side. `buffers` are memoryviews."""
-    return not _lent_flags(body_bytes, [buffer.nbytes for buffer in buffers])
-
-
 def _lent_flags(body_bytes: int, sizes: Sequence[int]) -> int:
-    """Return which parts of a message are leased: 0 for none, LENT_BUFFERS, or LENT_BODY for buffers and body."""
+    """Return which parts of a message are leased: 0 for none, LENT_BUFFERS, or LENT_BODY for buffers and body.
+
+    `native.SlotWriter.write` decides about messages with buffers in the same way.
+    """
     total = sum(sizes)
-    # 1024 bytes are kept free for the descriptor of a lease, which takes the place of the buffers.
-    room = SLOT_BYTES - _HEADER.size - _SIZE.size * len(sizes) - 1024
+    # Some bytes are kept free for the descriptor of a lease, which takes the place of the buffers.
+    room = SLOT_BYTES - native.SLOT_HEADER_BYTES - 8 * len(sizes) - native.DESCRIPTOR_BYTES
     if total < LEND_FROM_BYTES and total + body_bytes <= room:
         return 0
     return LENT_BODY if body_bytes > room // 2 or not body_bytes else LENT_BUFFERS
 
 
-class RingReader:
-    """Reading end of a ring for one of its readers. Used by one thread at a time."""
+class RingReader(native.SlotReader):
+    """Reading end of a ring for one of its readers. Used by one thread at a time.
+
+    `read` reads usual messages. `received` returns the rest of one for which it, or `poll`, has returned a tuple.
+    """
 
     def __init__(
         self, segment: Segment, spec: RingSpec, index: int, leases: LeaseReader, doorbell: native.Doorbell
@@ -264,46 +251,21 @@ class RingReader:
         self._shared = len(spec.readers) > 1
         full_at = spec.offset + index * SEMAPHORE_BYTES
         slots_at = spec.offset + HEADER_BYTES
-        self._slot_reader = native.SlotReader(segment.memory, full_at, slots_at, spec.slots, SLOT_BYTES, doorbell)
-        self.poll = self._slot_reader.poll
-        """Function that returns (kind, flags, body) of the next message, or None. Give its result to `received`."""
-        self.parts = self._slot_reader.parts
-        """Function that returns (body, buffers) of the last message where `poll` gave no body."""
+        super().__init__(segment.memory, full_at, slots_at, spec.slots, SLOT_BYTES, doorbell, pickle.loads)
         self.writer = spec.writer
         self.flag = spec.flags[index]
         self.full = segment.address + full_at
-        """Address of the semaphore of this reader. After each successful wait for it, call `take` once."""
+        """Address of the semaphore of this reader. After each successful wait for it, call `receive` once."""
 
-    @property
-    def sequence(self) -> int:
-        """Sequence number of the next message."""
-        return self._slot_reader.sequence
-
-    def take(self) -> Received:
+    def receive(self) -> Received:
         """Read the next message. Call only after a successful wait for `full`.
 
         SegmentGone if the message's leased memory vanished with its writer.
         """
-        return self.received(*self._slot_reader.take())
-
-    def value_in_slot(self, kind: int, body: bytes | None, edge: Any) -> Any:
-        """Return the value of a VALUE, BYTES or TEXT that `poll` has returned without a flag of ELSEWHERE.
-
-        Adds its size to `edge.bytes`. Raises the errors of unpickling.
-        """
-        if kind == TEXT:
-            text = self._slot_reader.text()
-            edge.bytes += len(text)
-            return text
-        if body is not None:
-            edge.bytes += len(body)
-            return pickle.loads(body) if kind == VALUE else body
-        pickled, buffers = self.parts()
-        edge.bytes += len(pickled) + sum(map(len, buffers))
-        return pickle.loads(pickled, buffers=buffers)
+        return self.received(*self.take())
 
     def received(self, kind: int, flags: int, body: bytes | None) -> Received:
-        """Return the whole message of which `poll` has just returned the beginning. Raises what `take` raises."""
+        """Return the whole message of which `poll` has just returned the beginning. Raises what `receive` raises."""
         if body is not None:
             return Received(kind, flags, body, (), False)
         whole: Any

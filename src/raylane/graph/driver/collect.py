@@ -4,24 +4,23 @@ The driver has no thread for this. Of all threads that wait for results one is t
 the others are *followers* and sleep until the leader notifies them. An event loop reads messages when its eventfd
 becomes readable:
 
-    leader:     take the collect lock -> read all messages that are here -> own result done? return
-                                      -> wait for the doorbell, again
+    leader:     enter the section -> read all messages that are here -> own result done? return
+                                  -> wait for the doorbell, again
     follower:   sleep on a condition until results are done or the leader has left -> own result done? return
                                       -> else try to become the leader
-    asyncio:    take the collect lock if it is free, read all messages; else the leader notifies the loop at its end
+    asyncio:    enter the section if it is free, read all messages; else the leader notifies the loop at its end
 """
 
 from __future__ import annotations
 
 import asyncio
-import pickle
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 from raylane.core.deadline import Deadline
+from raylane.core.native import BUSY, DamagedRing, Section
 from raylane.core.semaphore import post
 from raylane.errors import GraphActorDiedError, GraphClosedError, GraphError, GraphValueError
 from raylane.graph.channels.lease import SegmentGone
@@ -30,22 +29,21 @@ from raylane.graph.channels.ring import RingReader
 from raylane.graph.driver import forks
 from raylane.graph.driver.asyncio_bridge import AsyncioBridge
 from raylane.graph.driver.connections import Connections
-from raylane.graph.driver.locks import RecoverableLock, entered_twice
 from raylane.graph.driver.result import Executions, GraphResult, complete_result
 from raylane.graph.lifecycle import Event
 from raylane.graph.plan.ir import DRIVER, Edge, Plan, Ref
 from raylane.graph.values import message as messages
 from raylane.graph.values.failures import Failure
-from raylane.graph.values.message import ERROR, NOTHING, TICKET, VALUE
+from raylane.graph.values.message import ERROR, TICKET
 
 CHECK_S = 1.0
-"""Seconds between two checks of a sleeping thread for the end of the graph and for orphaned locks."""
+"""Seconds between two checks of a sleeping thread for the end of the graph."""
 
 
 class CollectedEdge:
     """One edge into the driver."""
 
-    __slots__ = ("bytes", "fetched", "fetching", "poll", "reader", "value", "writer")
+    __slots__ = ("bytes", "fetched", "fetching", "read", "reader", "value", "writer")
 
     def __init__(self, reader: RingReader, edge: Edge, fetched: Fetched | None) -> None:
         self.reader = reader
@@ -55,9 +53,10 @@ class CollectedEdge:
         """Set if tensors are fetched by a transport of the edge's own."""
         self.fetching: tuple[GraphResult, Fetch] | None = None
         """Message whose tensors are on their way; later messages of the edge wait behind it."""
-        self.poll = reader.poll
+        self.read = reader.read
         self.value = edge.value
         self.bytes = 0
+        """Bytes of unusual messages; the reader counts the others."""
 
 
 class Collector:
@@ -71,8 +70,8 @@ class Collector:
         self.doorbell = connections.doorbell
         self._lifecycle = connections.lifecycle
         self.executions = executions
-        self.lock = RecoverableLock()
-        """Held by the leader. Guards the edges."""
+        self._section = Section()
+        """The leader runs it. Guards the edges."""
         self.edges = [
             CollectedEdge(reader, plan.edges[edge], fetched_edge(plan, plan.edges[edge], DRIVER, timeout_s))
             for edge, reader in connections.readers.items()
@@ -89,12 +88,10 @@ class Collector:
         self._changed = threading.Condition()
         """Notifies followers that results are done, or that the leader has left."""
         self.followers = 0
-        self.short_wait: Callable[[Collector, GraphResult, float | None], bool] | None = None
-        """Function that waits for a result where the usual case applies (`flat`)."""
         self.bridge = AsyncioBridge(self.look, timeout_s)
         self.missed_wake = False
-        """True if the event loop was woken while another thread held the lock."""
-        self.output_value = plan.output.value if isinstance(plan.output, Ref) and not plan.leaves else None
+        """True if the event loop was woken while another thread read messages."""
+        self._output_value = plan.output.value if isinstance(plan.output, Ref) and not plan.leaves else None
         """Index of the value that is the whole output: the usual case."""
         weak = weakref.ref(self)  # the watch must not keep the graph alive
 
@@ -120,43 +117,33 @@ class Collector:
 
     # Waiting
 
-    def wait_for_result(self, result: GraphResult, timeout_s: float | None) -> bool:
-        """Wait until a result is done. Return False after the timeout."""
-        if self.short_wait is not None:
-            return self.short_wait(self, result, timeout_s)
-        return self.collect_until(result._is_done, Deadline(timeout_s))
-
     def collect_until(self, ready: Callable[[], bool], deadline: Deadline) -> bool:
         """Read messages, or wait while another thread does, until `ready()`. Return False after the deadline."""
-        lock = self.lock
         while not ready():
-            if lock.lock.acquire(False):
-                try:
-                    lock.entries += 1
-                    lock.held = True
-                    self._lead(ready, deadline)
-                finally:
-                    lock.held = False
-                    lock.lock.release()  # before any other call: Ctrl-C is raised at calls
-                    self.after_reading()
-            else:
+            reached = self._section.run(0, self._lead, ready, deadline)
+            if reached is BUSY:
                 self._follow(ready, deadline)
+            else:
+                if self.followers or self.missed_wake:
+                    self._after_reading()
+                if reached:
+                    return True
             remaining_s = deadline.left_s()
             if remaining_s is not None and remaining_s <= 0:
                 return ready()
         return True
 
-    def _lead(self, ready: Callable[[], bool], deadline: Deadline) -> None:
+    def _lead(self, ready: Callable[[], bool], deadline: Deadline) -> bool:
         doorbell = self.doorbell
         while True:
             # Read before looking at the deadline: a call with timeout 0 must find what has arrived.
-            if self.read_all() and self.followers:
+            if self._read_all() and self.followers:
                 self._notify_followers()
             if ready():
-                return
+                return True
             remaining_s = deadline.left_s()
             if remaining_s is not None and remaining_s <= 0:
-                return
+                return False
             if doorbell.absorb():
                 continue
             if doorbell.consumed > doorbell.read:  # a post that belongs to no message of an edge: a report, or `notify`
@@ -173,21 +160,16 @@ class Collector:
         with self._changed:
             self.followers += 1
             try:
-                # Check again under the condition's lock: a leader that saw no follower did not notify.
-                if not self.lock.lock.locked() or ready():
-                    return
                 remaining_s = deadline.left_s()
-                seen = self.lock.observe()
-                notified = self._changed.wait(CHECK_S if remaining_s is None else min(remaining_s, CHECK_S))
-                if notified or (remaining_s is not None and remaining_s < CHECK_S):
+                # Check again under the condition's lock: a leader that saw no follower did not notify.
+                if remaining_s == 0 or not self._section.locked or ready():
                     return
-                if entered_twice(self.lock):
+                if self._section.runs_here():
                     raise GraphError(
                         "get was called while the same thread reads a result of the same graph: the code that "
                         "unpickles a value (__setstate__) uses the graph. Do so after the first get has returned"
                     )
-                if self.lock.recover(seen):
-                    self.fail(GraphClosedError("reading results was interrupted; compile the graph again"))
+                self._changed.wait(CHECK_S if remaining_s is None else min(remaining_s, CHECK_S))
             finally:
                 self.followers -= 1
 
@@ -195,8 +177,8 @@ class Collector:
         with self._changed:
             self._changed.notify_all()
 
-    def after_reading(self) -> None:
-        """Let other waiting threads and the event loop read, after the lock was released."""
+    def _after_reading(self) -> None:
+        """Let other waiting threads and the event loop read, after the section."""
         if self.followers:
             self._notify_followers()
         if self.missed_wake:
@@ -216,14 +198,15 @@ class Collector:
         if trouble is not None:
             self.fail(trouble)
 
-    def read_all(self) -> bool:
-        """Read every message that is here; call with the lock held. Return True if a result was completed."""
+    def _read_all(self) -> bool:
+        """Read every message that is here; call in the section. Return True if a result was completed."""
         executions = self.executions
-        if not executions.pending:
+        pending = executions.pending
+        if not pending:
             return False
         completed = False
         try:
-            edges = self._flagged()
+            edges = self.edges if self.edge_count == 1 else self._flagged()
             if self._fetching:
                 # Their flag may be taken already: messages that came behind the tensors are read after them.
                 edges = list(dict.fromkeys([*self._fetching, *edges]))
@@ -231,8 +214,22 @@ class Collector:
                 if edge.fetching is not None:
                     completed |= self._take_fetched(edge)
                 # An edge may have messages of several executions: read all, so that none waits for a later post.
-                while executions.pending and edge.fetching is None and (message := edge.poll()) is not None:
-                    completed |= self.read(edge, *message)
+                # Message n of every edge belongs to execution n, and `pending` begins with execution `completed`.
+                while edge.fetching is None and (at := edge.reader.sequence - executions.completed) < len(pending):
+                    result = pending[at]
+                    try:
+                        message = edge.read(None if result._done else result._values, edge.value, None)
+                        if message is None:
+                            break
+                        failure = None if type(message) is int else self._read(edge, result, *message)
+                    except SegmentGone:
+                        failure = self._lost(edge.reader.writer)
+                    except DamagedRing:
+                        raise
+                    except Exception as error:
+                        failure = self._unreadable(edge, error)
+                    if edge.fetching is None:
+                        completed |= self._arrived(edge, result, failure)
             while executions.early_failures:
                 execution, body = executions.early_failures.popleft()
                 # A report may come after its execution has ended with the same error; then the index is negative.
@@ -245,7 +242,9 @@ class Collector:
                     failed.fail(failure)
                     completed = True
         except BaseException as error:  # Ctrl-C too
-            self.interrupted(error)
+            # Between a message and its value: edges are no longer in step.
+            reason = messages.error_text(error, repr)
+            self.fail(GraphClosedError(f"reading results was interrupted: {reason}; compile again"))
             raise
         if self._lifecycle.error is not None and executions.pending:
             for edge in self._fetching:  # their threads end by themselves
@@ -268,77 +267,54 @@ class Collector:
             return False
         edge.fetching = None
         self._fetching.remove(edge)
-        values: Any = result._values
         failure: BaseException | None = None
         try:
-            if not result._done:
-                values[edge.value] = fetch.value()
+            if not result._done and result._values is not None:
+                result._values[edge.value] = fetch.value()
         except SegmentGone:
             failure = self._lost(edge.writer)
         except GraphError as error:  # of the transport
             failure = error
         except Exception as error:
-            failure = self.unreadable(edge, error)
-        return self.arrived(edge, result, values, failure)
+            failure = self._unreadable(edge, error)
+        return self._arrived(edge, result, failure)
 
     def _flagged(self) -> list[CollectedEdge]:
         """Return the edges that may have messages: those whose flag is set, or all if there is none."""
-        if self.edge_count == 1:
-            return self.edges
         flagged: list[CollectedEdge] = []
         while (flag := self.doorbell.flagged()) >= 0:
             flagged += self._by_flag.get(flag, ())
         return flagged or self.edges
 
-    def interrupted(self, error: BaseException) -> None:
-        """End the graph after an interrupt between a message and its value: edges are no longer in step."""
-        self.fail(
-            GraphClosedError(f"reading results was interrupted: {messages.error_text(error, repr)}; compile again")
-        )
-
-    def read(self, edge: CollectedEdge, kind: int, flags: int, body: Any) -> bool:
-        """Take over what `poll` of an edge has found. Return True if that completed a result."""
-        executions = self.executions
-        reader = edge.reader
-        # Message n of every edge belongs to execution n, and `pending` begins with execution `completed`.
-        result = executions.pending[reader.sequence - 1 - executions.completed]
+    def _read(
+        self, edge: CollectedEdge, result: GraphResult, kind: int, flags: int, body: bytes | None
+    ) -> BaseException | None:
+        """Take over an unusual message, or start to fetch its tensors. Return the error that it carries."""
+        received = edge.reader.received(kind, flags, body)
+        edge.bytes += received.nbytes
+        if kind == ERROR:
+            return self._decode_error(received.body)
         values: Any = result._values
-        failure: BaseException | None = None
-        try:
-            if kind == VALUE and body is not None:
-                edge.bytes += len(body)
-                if not result._done:
-                    values[edge.value] = pickle.loads(body)
-            elif kind != NOTHING:
-                received = reader.received(kind, flags, body)
-                edge.bytes += received.nbytes
-                if kind == TICKET:
-                    if edge.fetched is not None and not result._done:
-                        fetch = Fetch(edge.fetched, received.body, self.notify)
-                        edge.bytes += fetch.nbytes
-                        edge.fetching = result, fetch
-                        self._fetching.append(edge)
-                        return False
-                elif kind == ERROR:
-                    failure = self._decode_error(received.body)
-                elif not result._done:
-                    values[edge.value] = messages.decode(kind, received.body, received.buffers, shared=received.shared)
-        except SegmentGone:
-            failure = self._lost(reader.writer)
-        except Exception as error:
-            failure = self.unreadable(edge, error)
-        return self.arrived(edge, result, values, failure)
+        if result._done:
+            return None
+        if kind != TICKET:
+            values[edge.value] = messages.decode(kind, received.body, received.buffers, shared=received.shared)
+        elif edge.fetched is not None:
+            fetch = Fetch(edge.fetched, received.body, self.notify)
+            edge.bytes += fetch.nbytes
+            edge.fetching = result, fetch
+            self._fetching.append(edge)
+        return None
 
-    def unreadable(self, edge: CollectedEdge, error: Exception) -> GraphValueError:
+    def _unreadable(self, edge: CollectedEdge, error: Exception) -> GraphValueError:
         """Return the error for a message that could not be unpickled."""
         label = self.plan.source_label(edge.value)
         return GraphValueError(f"{label} could not be unpickled by the driver: {messages.error_text(error)}")
 
-    def arrived(
-        self, edge: CollectedEdge, result: GraphResult, values: list[Any], failure: BaseException | None
-    ) -> bool:
+    def _arrived(self, edge: CollectedEdge, result: GraphResult, failure: BaseException | None) -> bool:
         """Note that a value of an execution has arrived, or its failure. Return True if that completed a result."""
         executions = self.executions
+        values: Any = result._values
         failed_now = False
         if failure is not None:
             values[edge.value] = Failure(failure)
@@ -351,11 +327,12 @@ class Collector:
         # Executions end in order: each edge delivers in order, so no later execution can be complete before this one.
         executions.pending.popleft()
         executions.completed += 1
-        executions.records.append((result.number, result.submitted_s, time.perf_counter()))
-        if self.output_value is not None and not result._done:
-            result.complete(values[self.output_value], None)
-        else:
-            complete_result(self.plan, result, values)
+        executions.completed_now(result.number, result.submitted_s)
+        if self._output_value is not None and not result._done:
+            result._values = None
+            result.complete(values[self._output_value], None)
+            return True
+        complete_result(self.plan, result, values)
         result.end()
         if result._error is not None:
             # Reports of this execution have arrived by now and must be read before the next execution is admitted:
@@ -401,18 +378,12 @@ class Collector:
         Sleeping in the event loop and waking up takes 15-30 us, often longer than the execution. Nothing is done if
         other callbacks of the loop are ready to run.
         """
-        lock = self.lock
-        if not self.bridge.idle() or not lock.lock.acquire(False):
-            return
-        try:
-            lock.entries += 1
-            lock.held = True
-            while not result._done and self.doorbell.glance():
-                self.read_all()
-        finally:
-            lock.held = False
-            lock.lock.release()  # before any other call: Ctrl-C is raised at calls
-            self.after_reading()
+        if self.bridge.idle() and self._section.run(0, self._glance, result) is not BUSY:
+            self._after_reading()
+
+    def _glance(self, result: GraphResult) -> None:
+        while not result._done and self.doorbell.glance():
+            self._read_all()
 
     def look(self) -> None:
         """Read messages on the event loop's thread. Never waits.
@@ -420,47 +391,34 @@ class Collector:
         If another thread reads at the moment, it may already have passed the edge of the new message: it notifies the
         event loop again when it has finished.
         """
-        lock = self.lock
-        if not lock.lock.acquire(False):
+        if self._section.run(0, self._look) is BUSY:
             self.missed_wake = True
-            # The other thread may have released the lock before it could see the flag.
-            if not lock.lock.acquire(False):
+            # The other thread may have left the section before it could see the flag.
+            if self._section.run(0, self._look) is BUSY:
                 return
-        try:
-            lock.entries += 1
-            lock.held = True
-            self.read_all()
-            self.doorbell.absorb()
-            self._poll_reports()
-            if self.executions.early_failures:
-                self.read_all()
-            if not self.executions.pending:
-                self.doorbell.sleeping(False)
-                self.bridge.waiting = False
-        finally:
-            lock.held = False
-            lock.lock.release()  # before any other call: Ctrl-C is raised at calls
-            self.after_reading()
+        self._after_reading()
+
+    def _look(self) -> None:
+        self._read_all()
+        self.doorbell.absorb()
+        self._poll_reports()
+        if self.executions.early_failures:
+            self._read_all()
+        if not self.executions.pending:
+            self.doorbell.sleeping(False)
+            self.bridge.waiting = False
 
     # Ending
 
     def fail(self, error: GraphError) -> None:
         """End the graph. Whichever thread reads next fails the pending results. From any thread or finalizer."""
-        # Only marked here: results may be completed under the lock alone, which a finalizer must not wait for.
+        # Only marked here: results are completed in the section, for which a finalizer must not wait.
         self._lifecycle.advance(Event.FAIL, error)
         self.notify()
 
     def close(self, timeout_s: float) -> None:
         """Fail the pending results of an ended graph and detach from asyncio. Waits at most `timeout_s` seconds."""
-        lock = self.lock
-        if lock.lock.acquire(timeout=timeout_s):
-            try:
-                lock.entries += 1
-                lock.held = True
-                self.read_all()
-            finally:
-                lock.held = False
-                lock.lock.release()
+        self._section.run(timeout_s, self._read_all)
         self._notify_followers()
         self.bridge.close()
 
@@ -469,7 +427,7 @@ class Collector:
         self._connections.disown(
             GraphClosedError("this process was forked, and the graph belongs to its parent; compile a graph here")
         )
-        self.lock.reset()
+        self._section.reset()
         self._changed = threading.Condition()
         self.bridge.disown()
         executions = self.executions
@@ -492,6 +450,6 @@ class Collector:
     def counters(self) -> dict[int, tuple[int, int]]:
         """Return (messages, bytes) read so far, for each edge into the driver."""
         return {
-            edge: (collected.reader.sequence, collected.bytes)
+            edge: (collected.reader.sequence, collected.reader.read_bytes + collected.bytes)
             for edge, collected in zip(self._connections.readers, self.edges, strict=True)
         }

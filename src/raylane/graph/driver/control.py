@@ -138,7 +138,7 @@ class ControlChannels:
         """Read one report of a member. Call only after a successful wait for its semaphore."""
         channel = self._channels[member - 1]
         with self._reading:
-            received = channel.reader.take()
+            received = channel.reader.receive()
             if received.kind == messages.ERROR:
                 self.on_failure(*pickle.loads(received.body))
                 return

@@ -17,7 +17,6 @@ from raylane.core.deadline import Deadline
 from raylane.errors import GraphClosedError, GraphError, GraphFullError
 from raylane.graph.channels.layout import GraphOptions
 from raylane.graph.channels.lease import POLL_INTERVAL_S
-from raylane.graph.driver import flat
 from raylane.graph.driver.collect import Collector
 from raylane.graph.driver.deploy import deploy, wait_until_alive
 from raylane.graph.driver.metrics import Publisher
@@ -51,8 +50,7 @@ class CompiledGraph:
         self._publisher = Publisher()
         self._collector = Collector(plan, connections, self._executions, options.timeout_s)
         self._submitter = Submitter(plan, connections, self._executions, self._collector, options)
-        self._submit = flat.submit_function(self._submitter, self._collector)
-        flat.shorten_wait(self._collector)
+        self._submit = self._submitter.submit
 
     # Executing
 
@@ -92,10 +90,10 @@ class CompiledGraph:
             if reason is NoMemory:
                 await asyncio.sleep(POLL_INTERVAL_S)
                 continue
-            # Another thread holds the submit lock, perhaps pickling a large input: wait on a thread, not in the loop.
+            # Another thread submits, perhaps pickling a large input: wait on a thread, not in the loop.
             if reason is SubmitBusy:
                 loop = asyncio.get_running_loop()
-                await loop.run_in_executor(None, self._submitter.wait_until_unlocked, remaining_s)
+                await loop.run_in_executor(None, self._submitter.wait_until_free, remaining_s)
                 continue
             try:
                 oldest = self._executions.pending[0]
@@ -219,7 +217,7 @@ class CompiledGraph:
             for task, execution, *times in records
             if execution >= oldest
         ]
-        return calls, [record for record in list(self._executions.records) if record[0] >= oldest], silent
+        return calls, [record for record in self._executions.records() if record[0] >= oldest], silent
 
     # Ending
 

@@ -10,12 +10,12 @@ import collections
 import copy
 import logging
 import threading
-import time
 import types
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from raylane import _ray
+from raylane.core import native
 from raylane.core.deadline import Deadline
 from raylane.errors import GraphTimeoutError, RaylaneError
 from raylane.graph.driver.asyncio_bridge import resolve
@@ -27,7 +27,7 @@ from raylane.graph.worker.executor import KEPT_RECORDS
 log = logging.getLogger("raylane.graph")
 
 
-class GraphResult:
+class GraphResult(native.Result):
     """Result of one execution of a graph.
 
     `get` and `await` may be used by any number of threads and tasks, in any order, any number of times; a timeout loses
@@ -37,34 +37,13 @@ class GraphResult:
     failed, once all its calls have ended.
     """
 
-    leaf_errors: Sequence[BaseException] = ()
-    # Attributes that most results never set have defaults in the class: one result is created for every execution.
-    _done = False
-    _value: Any = None
-    _error: BaseException | None = None
-    _waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] | None = None
-
-    def __init__(self, source: Any, number: int, messages_left: int, values: list[Any], wakes_asyncio: bool) -> None:
-        self._source = source
-        """`collect.Collector` that completes this result; None in an inline graph.
-
-        None once the result is done: a result that is kept must not keep the graph and its actors.
-        """
-        self.number = number
-        """Number of this execution, from 0."""
-        self._messages_left = messages_left
-        """Number of messages that have not been read."""
-        self._values: list[Any] | None = values
-        """Values read so far; None once every message was read."""
-        self._wakes_asyncio = wakes_asyncio
-        """True if the messages of this execution wake the asyncio loop."""
-        self.submitted_s = time.perf_counter()
+    __slots__ = ("__weakref__",)
 
     def done(self) -> bool:
         """Return True if `get` would return, or raise, at once. Does not wait."""
         source = self._source
         if source is not None:
-            source.collect_until(self._is_done, Deadline(0))
+            source.collect_until(self.is_done, Deadline(0))
         return self._done
 
     def get(self, timeout: float | None = None) -> Any:
@@ -82,7 +61,7 @@ class GraphResult:
         source = self._source
         if source is not None:
             limit = source.timeout_s if timeout is None else timeout
-            if not source.wait_for_result(self, limit):
+            if not source.collect_until(self.is_done, Deadline(limit)):
                 raise GraphTimeoutError(
                     f"execution {self.number} did not end within {limit} s: "
                     f"{source.describe_wait(self.number)}. Its result is not lost: call get again later",
@@ -99,7 +78,7 @@ class GraphResult:
                 yield  # other coroutines and timers run
             source.glance(self)
         if not self._done and source is not None:
-            yield from self._wait(source, self._is_done)
+            yield from self._wait(source, self.is_done)
             if not self._done:
                 raise GraphTimeoutError(
                     f"execution {self.number} did not end within {source.timeout_s} s: "
@@ -135,13 +114,8 @@ class GraphResult:
             resolve(self._waiting)
         yield from future
 
-    def complete(self, value: Any, error: BaseException | None) -> None:
-        """Set the value or the error. For the source only."""
-        self._value = value
-        if error is not None:
-            self._error = error
-        self._done = True
-        self._source = None  # after _done: a thread that finds no source must find the result done
+    def wake(self) -> None:
+        """Let coroutines that wait for this result look at it. For the source only."""
         if self._waiting:
             resolve(self._waiting)
 
@@ -159,16 +133,12 @@ class GraphResult:
     def end(self) -> None:
         """Note that every message of the execution was read. For the source only."""
         self._values = None
-        if self._waiting:
-            resolve(self._waiting)
+        self.wake()
 
     @property
     def failed_call(self) -> str | None:
         """Label (of `plan.labels`) of the call that raised the error of this result; None if no method raised."""
         return _ray.raised_at(self._error)
-
-    def _is_done(self) -> bool:
-        return self._done
 
     def _raise(self) -> Any:
         """Raise the error, each time as a new object where it can be copied.
@@ -202,7 +172,7 @@ class Executions:
     The submitter adds executions and the collector ends them; each counter is written by one of the two only.
     """
 
-    __slots__ = ("completed", "early_failures", "pending", "records", "submitted")
+    __slots__ = ("_recorder", "completed", "completed_now", "early_failures", "pending", "submitted")
 
     def __init__(self) -> None:
         self.submitted = 0
@@ -216,8 +186,13 @@ class Executions:
         """
         self.early_failures: collections.deque[tuple[int, Any]] = collections.deque()
         """(execution, pickled error) of failures reported ahead of the messages of the execution. From any thread."""
-        self.records: collections.deque[tuple[int, float, float]] = collections.deque(maxlen=KEPT_RECORDS)
-        """(execution, submitted, completed), in seconds of time.perf_counter()."""
+        self._recorder = native.Recorder(1, KEPT_RECORDS)
+        self.completed_now = self._recorder.completed
+        """Function (execution, time of its submission) that notes its end."""
+
+    def records(self) -> list[tuple[int, float, float]]:
+        """Return (execution, submitted, completed) of the last ones, in seconds of time.perf_counter()."""
+        return [(number, submitted, completed) for _, number, submitted, _, _, completed in self._recorder.records()]
 
     @property
     def inflight(self) -> int:

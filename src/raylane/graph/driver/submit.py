@@ -1,6 +1,6 @@
 """Submission of executions: checks inputs, waits for capacity, sends the inputs to the actors.
 
-    caller's thread:  take the submit lock -> encode inputs -> wait for capacity -> append the result -> write messages
+    caller's thread:  enter the section -> encode inputs -> wait for capacity -> append the result -> write messages
 
 The result is appended to the pending ones before the first message is sent: an answer may come before the last input
 was written.
@@ -9,10 +9,12 @@ was written.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from raylane.core.deadline import Deadline
+from raylane.core.native import BUSY, Section
 from raylane.errors import GraphClosedError, GraphError, GraphFullError, GraphTimeoutError
 from raylane.graph.channels.layout import GraphOptions
 from raylane.graph.channels.lease import LeasePool
@@ -21,7 +23,6 @@ from raylane.graph.channels.ring import LEND_FROM_BYTES, WAKE
 from raylane.graph.driver import forks
 from raylane.graph.driver.collect import CHECK_S, Collector
 from raylane.graph.driver.connections import Connections
-from raylane.graph.driver.locks import RecoverableLock, entered_twice
 from raylane.graph.driver.result import Executions, GraphResult
 from raylane.graph.plan.ir import INPUT, Plan
 from raylane.graph.values import message as messages
@@ -68,130 +69,62 @@ class Submitter:
         collector: Collector,
         options: GraphOptions,
     ) -> None:
-        self.lock = RecoverableLock()
+        self._section = Section()
+        """One thread at a time submits."""
         self._connections = connections
-        self.lifecycle = connections.lifecycle
-        self.executions = executions
+        self._lifecycle = connections.lifecycle
+        self._executions = executions
         self._collector = collector
-        self.max_inflight = options.max_inflight
+        self._max_inflight = options.max_inflight
         self._timeout_s = options.timeout_s
         self._arguments = Arguments(plan)
-        self.encoder = Encoder()  # guarded by _lock
+        self._encode = Encoder().encode
         self._fatal = plan.fatal_values
-        self.empty: list[Any] = [None] * len(plan.values)
+        self._empty: list[Any] = [None] * len(plan.values)
         self._collected_inputs = [v for v in plan.collects if plan.values[v].source == INPUT]
         """Input values that are outputs too."""
-        inputs = connections.inputs
-        whole = len(inputs) == 1 and not self._collected_inputs and plan.values[inputs[0][1]].steps == ()
-        self.single_input = inputs[0] if whole else None
-        """(writer, value) if every execution sends exactly the one argument: the usual case."""
+        self._inputs = [
+            (writer, writer.encode if isinstance(writer, PublishingWriter) else self._encode, value)
+            for writer, value in connections.inputs
+        ]
+        """(writer, encoder, value) of each input."""
         forks.register(self)
 
     def submit(self, args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float | None) -> GraphResult:
         """Start one execution. Waits at most `timeout_s` seconds for capacity (0: raises GraphFullError instead)."""
-        if self.lifecycle.error is not None:
+        if self._lifecycle.error is not None:
             raise self._ended()
-        lock = self.lock
-        if not lock.lock.acquire(False):
-            self._wait_for_lock(timeout_s)
-        try:
-            lock.entries += 1
-            lock.held = True
-            inputs = self._arguments.values(args, kwargs)
-            values = self.empty.copy()
-            encode = self.encoder.encode
-            for value in self._collected_inputs:
-                # A copy, as if the input had travelled: the caller may change its object before it gets the result.
-                values[value] = messages.duplicate(encode(inputs[value]))
-            encoded: list[InputMessage] = [
-                (writer, (writer.encode if isinstance(writer, PublishingWriter) else encode)(inputs[value]), value)
-                for writer, value in self._connections.inputs
-            ]
-            return self.admit(encoded, values, timeout_s)
-        finally:
-            lock.held = False
-            lock.lock.release()
+        result: GraphResult = self._section.run(0, self._submit, args, kwargs, timeout_s, None)
+        if result is BUSY:
+            result = self._submit_after_wait(args, kwargs, timeout_s, None)
+        return result
 
     def submit_prepared(self, prepared: Prepared) -> GraphResult:
         """Start an execution whose inputs an earlier attempt has encoded. Does not wait, and raises like `submit`."""
-        lock = self.lock
-        if not lock.lock.acquire(False):
-            self._wait_for_lock(0)
-        try:
-            lock.entries += 1
-            lock.held = True
-            return self.admit(*prepared, 0)
-        finally:
-            lock.held = False
-            lock.lock.release()
+        result: GraphResult = self._section.run(0, self._submit, (), {}, 0, prepared)
+        if result is BUSY:
+            result = self._submit_after_wait((), {}, 0, prepared)
+        return result
 
-    def admit(self, inputs: list[InputMessage], values: list[Any], timeout_s: float | None) -> GraphResult:
-        """Wait for capacity, then send the inputs of one execution. Call with the lock held."""
-        try:
-            # Inputs were encoded before the wait for capacity: an error in them is raised at once.
-            executions, most = self.executions, self.max_inflight
-            if executions.inflight >= most and not self._collector.collect_until(
-                lambda: executions.inflight < most, Deadline(timeout_s)
-            ):
-                if timeout_s != 0:
-                    raise self.timeout_error()
-                raise NotAdmitted(
-                    f"{most} executions are under way, which is max_inflight: get a result first, or call execute, "
-                    "which waits"
-                )
-            if timeout_s == 0 and not has_memory(self._connections.pool, inputs):
-                raise NoMemory(
-                    "no memory for this input: readers keep arrays that they received. Try again, or drop those arrays"
-                )
-        except NotAdmitted as error:
-            error.prepared = inputs, values
-            raise
-        if self.lifecycle.error is not None:  # again: the graph may have ended during the wait
-            raise self._ended()
-        return self._send(inputs, values)
-
-    def _wait_for_lock(self, timeout_s: float | None) -> None:
-        """Wait for the submit lock and take it."""
-        if entered_twice(self.lock):
-            raise GraphError(
-                "execute was called while the same thread sends an input of the same graph: the code that pickles an "
-                "input (__reduce__ or __getstate__) uses the graph. Execute before, and pass the result"
-            )
-        if timeout_s == 0:
-            raise SubmitBusy("another thread is submitting an execution: try again, or call execute, which waits")
-        deadline = Deadline(timeout_s)
-        while True:
-            remaining_s = deadline.left_s()
-            seen = self.lock.observe()
-            if seen.lock.acquire(timeout=CHECK_S if remaining_s is None else min(remaining_s, CHECK_S)):
-                return
-            if remaining_s is not None and remaining_s <= 0:
-                raise self.timeout_error()
-            if remaining_s is not None and remaining_s < CHECK_S:
-                continue
-            # The state of a half-done submission is unknown, so this lock is replaced and the graph ends.
-            if self.lock.recover(seen):
-                self._collector.fail(GraphClosedError("execute was interrupted; compile the graph again"))
-
-    def wait_until_unlocked(self, timeout_s: float | None) -> None:
-        """Wait until no other thread is submitting, at most `timeout_s` and CHECK_S seconds. Runs on a thread."""
-        lock = self.lock.lock
-        if lock.acquire(timeout=CHECK_S if timeout_s is None else min(timeout_s, CHECK_S)):
-            lock.release()
-
-    def release_memory(self, timeout_s: float) -> None:
-        """Free the memory of an ended graph. Waits a second, or `timeout_s`, for a thread that submits."""
-        lock = self.lock.lock
-        if lock.acquire(timeout=min(timeout_s, CHECK_S)):
-            try:
-                self._connections.release_memory()
-            finally:
-                lock.release()
-
-    def _send(self, inputs: list[InputMessage], values: list[Any]) -> GraphResult:
-        executions = self.executions
+    def _submit(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float | None, prepared: Prepared | None
+    ) -> GraphResult:
+        """Encode the inputs, unless they are, wait for capacity, and send them."""
+        if prepared is None:
+            # Before the wait for capacity: an error in an input is raised at once.
+            arguments, values = self._arguments.values(args, kwargs), self._empty.copy()
+            for value in self._collected_inputs:
+                # A copy, as if the input had travelled: the caller may change its object before it gets the result.
+                values[value] = messages.duplicate(self._encode(arguments[value]))
+            inputs: list[InputMessage] = []
+            for writer, encode, value in self._inputs:
+                inputs.append((writer, encode(arguments[value]), value))
+        else:
+            inputs, values = prepared
+        executions, collector = self._executions, self._collector
+        if timeout_s == 0 or executions.submitted - executions.completed >= self._max_inflight:
+            self._wait_for_capacity(inputs, values, timeout_s)
         number = executions.submitted
-        collector = self._collector
         # Outside of asyncio no message needs to wake a loop, and the actors save a system call.
         wakes = collector.bridge.active and asyncio._get_running_loop() is not None
         flags = WAKE if wakes else 0
@@ -210,11 +143,58 @@ class Submitter:
                         executions.early_failures.append((number, failure.body))
                         collector.notify()
         except BaseException as error:
-            self.interrupted(number, error)
+            self._interrupted(number, error)
             raise
         return result
 
-    def interrupted(self, number: int, error: BaseException) -> None:
+    def _wait_for_capacity(self, inputs: list[InputMessage], values: list[Any], timeout_s: float | None) -> None:
+        try:
+            executions, most = self._executions, self._max_inflight
+            if executions.inflight >= most and not self._collector.collect_until(
+                lambda: executions.inflight < most, Deadline(timeout_s)
+            ):
+                if timeout_s != 0:
+                    raise self.timeout_error()
+                raise NotAdmitted(
+                    f"{most} executions are under way, which is max_inflight: get a result first, or call execute, "
+                    "which waits"
+                )
+            if timeout_s == 0 and not has_memory(self._connections.pool, inputs):
+                raise NoMemory(
+                    "no memory for this input: readers keep arrays that they received. Try again, or drop those arrays"
+                )
+        except NotAdmitted as error:
+            error.prepared = inputs, values
+            raise
+        if self._lifecycle.error is not None:  # again: the graph may have ended during the wait
+            raise self._ended()
+
+    def _submit_after_wait(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float | None, prepared: Prepared | None
+    ) -> GraphResult:
+        """Submit like `_submit`, after the wait for a thread that submits at the moment."""
+        if self._section.runs_here():
+            raise GraphError(
+                "execute was called while the same thread sends an input of the same graph: the code that pickles an "
+                "input (__reduce__ or __getstate__) uses the graph. Execute before, and pass the result"
+            )
+        if timeout_s == 0:
+            raise SubmitBusy("another thread is submitting an execution: try again, or call execute, which waits")
+        wait_s = math.inf if timeout_s is None else timeout_s
+        result: GraphResult = self._section.run(wait_s, self._submit, args, kwargs, timeout_s, prepared)
+        if result is BUSY:
+            raise self.timeout_error()
+        return result
+
+    def wait_until_free(self, timeout_s: float | None) -> None:
+        """Wait until no other thread is submitting, at most `timeout_s` and CHECK_S seconds. Runs on a thread."""
+        self._section.run(CHECK_S if timeout_s is None else min(timeout_s, CHECK_S), int)
+
+    def release_memory(self, timeout_s: float) -> None:
+        """Free the memory of an ended graph. Waits a second, or `timeout_s`, for a thread that submits."""
+        self._section.run(min(timeout_s, CHECK_S), self._connections.release_memory)
+
+    def _interrupted(self, number: int, error: BaseException) -> None:
         """End the graph after an interrupted submission, for example by Ctrl-C.
 
         Some actors have the inputs of the execution and others do not: later executions would get these inputs.
@@ -226,19 +206,19 @@ class Submitter:
         )
 
     def disown(self) -> None:
-        """Replace the lock in a forked child: a thread of the parent may hold the old one."""
-        self.lock.reset()
+        """Free the section in a forked child: a thread of the parent may run it."""
+        self._section.reset()
 
     def _ended(self) -> GraphError:
         """Return the error that ended the graph, as a new object."""
-        error = self.lifecycle.error
+        error = self._lifecycle.error
         assert error is not None
         return type(error)(error.message, **error.fields)
 
     def timeout_error(self) -> GraphTimeoutError:
         """Return the error for an execution that got no capacity in time."""
         return GraphTimeoutError(
-            f"{self.max_inflight} executions were under way for {self._timeout_s} s: "
-            f"{self._collector.describe_wait(self.executions.completed)}. Nothing was started; raise timeout_s, or "
+            f"{self._max_inflight} executions were under way for {self._timeout_s} s: "
+            f"{self._collector.describe_wait(self._executions.completed)}. Nothing was started; raise timeout_s, or "
             "look for a slow call in stats()"
         )

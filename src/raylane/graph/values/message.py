@@ -4,9 +4,10 @@
 
 A value is encoded by the first of these that can do it:
 
-1. pickle: 0.3 us for a small dict; also for small plain tensors, unless they share memory;
-2. the transport's codec, if the value holds another torch tensor: views and tied weights stay shared;
-3. cloudpickle, for values that only it can pickle, such as classes of a script (`__main__`), which another process
+1. as it is, if it is None, or bytes or an ASCII string of at least 64 KB;
+2. pickle: 0.3 us for a small dict; also for small plain tensors, unless they share memory;
+3. the transport's codec, if the value holds another torch tensor: views and tied weights stay shared;
+4. cloudpickle, for values that only it can pickle, such as classes of a script (`__main__`), which another process
    could not import.
 """
 
@@ -19,7 +20,7 @@ import pickle
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import msgspec
 import ray
@@ -31,7 +32,8 @@ from raylane.errors import GraphValueError
 from raylane.graph.values import references, script_classes
 from raylane.graph.values.references import ReferenceInside, refused
 
-VALUE, TENSORS, ERROR, NOTHING, TICKET, BYTES, TEXT = 0, 1, 2, 3, 4, 5, native.TEXT
+VALUE, NOTHING, BYTES, TEXT = native.VALUE, native.NOTHING, native.BYTES, native.TEXT
+TENSORS, ERROR, TICKET = 1, 2, 4
 KINDS = (VALUE, TENSORS, ERROR, NOTHING, TICKET, BYTES, TEXT)
 """Kinds of messages: plain pickle; (skeleton, specs) of the codec; a pickled exception; None or a signal; the ticket of
 published tensors (`channels.published`); the content of large bytes, or of a large string (UTF-8)."""
@@ -55,9 +57,6 @@ class Message(NamedTuple):
         return Message(self.kind, bytes(self.body), [bytes(memoryview(buffer).cast("B")) for buffer in self.buffers])
 
 
-_modules = sys.modules
-_message: Callable[..., Message] = tuple.__new__
-"""Constructor of Message that takes half the time of `Message(...)`."""
 SIGNAL = Message(NOTHING, b"")
 
 
@@ -80,16 +79,8 @@ PAYLOAD_BYTES = 1 << 16
 """Size from which the pickler writes the content of a string apart (FRAME_SIZE_TARGET of CPython's _pickle.c)."""
 
 
-MAX_AS_IT_IS_BYTES = 1 << 20
-"""Size up to which a string or bytes are written into a slot without a message; below `ring.ROOM_BYTES`."""
 _SHORT_OPCODES, _LONG_OPCODES = (b"X", b"B"), (b"\x8d", b"\x8e", b"\x96")
 """Opcodes of strings, bytes and bytearrays that are followed by a length of 4 or of 8 bytes."""
-
-
-def kind_as_it_is(value: Any) -> int:
-    """Return the kind of large bytes or of a large ASCII string, which go into a slot as they are; else 0 (VALUE)."""
-    kind = BYTES if type(value) is bytes else TEXT if type(value) is str and value.isascii() else 0
-    return kind if kind and PAYLOAD_BYTES <= len(value) <= MAX_AS_IT_IS_BYTES else 0
 
 
 class TensorInside(Exception):
@@ -100,17 +91,27 @@ def _stop(_: Any) -> NoReturn:
     raise TensorInside
 
 
-class Encoder:
+class Encoder(native.Encoder):
     """Encoder of values into messages. Used by one thread at a time.
 
-    The encoder keeps its pickler, because a new one would cost more than a small value.
+    `encode` returns a value as a message, which may share memory with the value. GraphValueError if the value cannot be
+    pickled, with the pickler's error as its cause. The usual values are encoded in C; the methods here do the others.
     """
 
+    if TYPE_CHECKING:
+
+        def encode(self, value: Any) -> Message: ...
+
     def __init__(self) -> None:
+        super().__init__(Message, SIGNAL, sys.modules, _KEPT_BYTES)
         self.renew()
 
     def renew(self) -> None:
-        """Start with a new pickler: after an error its state is undefined, after a large value it keeps memory."""
+        """Start with a new pickler: after an error its state is undefined, after a large value it keeps memory.
+
+        Also once torch or NumPy is imported: a pickler must know their types.
+        """
+        # The pickler is kept, because a new one would cost more than a small value.
         self._output: list[bytes] = []
         self._buffers: list[pickle.PickleBuffer] = []
         self._storages: list[tuple[int, int]] = []
@@ -118,28 +119,8 @@ class Encoder:
         file = types.SimpleNamespace(write=self._output.append)
         pickler = pickle.Pickler(file, 5, buffer_callback=self._buffers.append)
         pickler.dispatch_table = _table(self._storages)
-        self._awaited = tuple(name for name in ("torch", "numpy") if name not in _modules)
-        self.small = native.SmallPickler(
-            pickler.dump, pickler.clear_memo, self._output, self._buffers, _KEPT_BYTES
-        ).encode
-        """Function that returns the body of a VALUE for a small value. None: call `rest`; an error: call `encode`.
-
-        Before it, call `renew_for_imports`. `encode` does all of this.
-        """
-
-    def encode(self, value: Any) -> Message:
-        """Return a value as a message, which may share memory with the value.
-
-        GraphValueError if the value cannot be pickled, with the pickler's error as its cause.
-        """
-        if value is None:
-            return SIGNAL
-        self.renew_for_imports()
-        try:
-            body = self.small(value)
-            return _message(Message, (VALUE, body, (), None)) if body is not None else self.rest(value)
-        except BaseException as error:
-            return self.unusual(value, error)
+        awaited = tuple(name for name in ("torch", "numpy") if name not in sys.modules)
+        self.prepare(pickler.dump, pickler.clear_memo, self._output, self._buffers, awaited)
 
     def unusual(self, value: Any, error: BaseException) -> Message:
         """Return the message of a value for which `small` or `rest` failed. Raises what `encode` raises."""
@@ -156,19 +137,12 @@ class Encoder:
         finally:
             del error  # with its traceback it would be a cycle of references
 
-    def renew_for_imports(self) -> None:
-        """Start with a new pickler if torch or NumPy was imported after this one was made: it must know their types."""
-        for name in self._awaited:
-            if name in _modules:
-                self.renew()
-                return
-
     def rest(self, value: Any) -> Message:
         """Return the message of a value for which `small` has returned None."""
         parts, buffers = self._output.copy(), self._buffers.copy()
-        if len(parts) > 1 and type(value) in (bytes, str):
+        if len(parts) > 1 and type(value) is str:  # not in ASCII
             self._output.clear()
-            return Message(BYTES if type(value) is bytes else TEXT, max(parts, key=len))  # one copy less than a pickle
+            return Message(TEXT, max(parts, key=len))  # one copy less than a pickle
         body = parts[0] if len(parts) == 1 else b"".join(parts)
         if self._storages and _overlap(self._storages, buffers):
             raise TensorInside

@@ -13,7 +13,6 @@ import contextlib
 import functools
 import inspect
 import logging
-import pickle
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -35,7 +34,7 @@ from raylane.graph.plan.ir import DRIVER, Edge, Plan, Ref, Step, Task
 from raylane.graph.values import message as messages
 from raylane.graph.values import operations, shares
 from raylane.graph.values.failures import Failure, error_message, raised_message
-from raylane.graph.values.message import ERROR, NOTHING, TICKET, VALUE, Encoder, Message
+from raylane.graph.values.message import ERROR, TICKET, Encoder, Message
 from raylane.graph.worker.fetches import Fetches
 
 log = logging.getLogger("raylane.graph")
@@ -49,37 +48,38 @@ _UNLOCKED = contextlib.nullcontext()
 class InboundEdge:
     """One edge into this actor."""
 
-    __slots__ = ("bytes", "edge", "fatal", "label", "poll", "reader", "value", "writer")
+    __slots__ = ("bytes", "edge", "fatal", "label", "read", "reader", "value", "writer")
 
     def __init__(self, edge: Edge, reader: RingReader, label: str, fatal: bool) -> None:
         self.edge = edge.index
         self.writer = edge.writer
         """Member that computes the value; a relay may pass it on."""
         self.reader = reader
-        self.poll = reader.poll
+        self.read = reader.read
         self.value = edge.value
         """Index of the value that the edge carries."""
         self.label = label
         self.fatal = fatal
         """True if the execution fails when the message cannot be read."""
         self.bytes = 0
+        """Bytes of unusual messages; the reader counts the others."""
 
 
 class OutboundEdge:
     """One edge out of a task: the steps that select its value from the task's result, and its writer."""
 
-    __slots__ = ("encode", "fatal", "kept", "reports", "steps", "write", "writer")
+    __slots__ = ("encode", "fatal", "kept", "reports", "steps", "write")
 
-    def __init__(self, steps: tuple[Step, ...], writer: EdgeWriter, fatal: bool, to_driver: bool) -> None:
+    def __init__(
+        self, steps: tuple[Step, ...], writer: EdgeWriter, encoder: Encoder, fatal: bool, to_driver: bool
+    ) -> None:
         self.steps = steps
         self.fatal = fatal
         """True if the execution fails when the message cannot be sent."""
         self.reports = fatal and not to_driver
         """True if such a failure must be reported to the driver, because the edge does not lead there."""
-        self.writer = writer
         self.write = writer.write
-        self.encode: Callable[[Any], Message] | None = None
-        """Encoder of the edge's own; None for that of the executor."""
+        self.encode: Callable[[Any], Message] = encoder.encode
         self.kept: Callable[[int, Message], Message] = _copied
         """Function (sequence, message) that returns a message in memory of its own."""
         if isinstance(writer, PublishingWriter):
@@ -120,8 +120,8 @@ class PreparedTask:
     def __post_init__(self) -> None:
         task = self.task
         self.index, self.reads = task.index, task.reads
-        alone = len(task.args) == 1 and not task.kwargs
-        self.single_argument = task.args[0].value if alone and isinstance(task.args[0], Ref) else None
+        alone = len(task.args) == 1 and not task.kwargs and isinstance(task.args[0], Ref)
+        self.single_argument = task.reads[0] if alone and len(task.reads) == 1 else None
 
 
 class Executor:
@@ -132,6 +132,8 @@ class Executor:
     _exiting = False
     """True after a method has asked its actor to exit."""
     _blocked: _BlockedSend | None = None
+    _fetching = False
+    """True while tensors of the next task's messages are on their way."""
 
     def __init__(
         self,
@@ -171,12 +173,12 @@ class Executor:
         )
         """Tensors that are on their way."""
         self._asyncio_loop = loop
-        self.lock = lock
+        self._lock = lock
         self._callbacks = on_exit, on_failure
         self._reported = -1
         """Last execution whose failure was reported."""
         self._timeout_s = timeout_s
-        self.encoder = Encoder()
+        self._encoder = Encoder()
         self.values: list[Any] = [None] * len(plan.values)
         """Values of the current execution; the prepared list is copied for each."""
         self.flags = 0
@@ -184,11 +186,13 @@ class Executor:
         self.tasks = self._prepare(instance, writers)
         self._next = 0
         """Position of the next task in `_tasks`."""
-        self._missing = self.tasks[0].inputs.copy()
+        self._task = self.tasks[0]
+        self._missing = self._task.inputs.copy()
         """Edges whose message the next task still needs."""
         self.state = ExecutorState.READY
-        self._steps: tuple[Callable[[], bool], ...] = (self.run_next, self._send_blocked, _do_nothing)
-        """Step that `advance` takes, by state."""
+        self._steps: tuple[Callable[[], bool], ...] = (self._run_next, self._send_blocked, _do_nothing)
+        self.advance = self._steps[self.state]
+        """Function that takes the next step of the present state. It returns False if there was nothing to do."""
 
     def _failed(self, message: Message, report: bool) -> Message:
         """Return the message of an error that has arisen here; report it to the driver first if `report`.
@@ -215,9 +219,8 @@ class Executor:
         for number, writer in writers.items():
             edge = plan.edges[number]
             value = plan.values[edge.value]
-            outputs[value.source].append(
-                OutboundEdge(value.steps, writer, value.index in plan.fatal_values, DRIVER in edge.readers)
-            )
+            fatal, to_driver = value.index in plan.fatal_values, DRIVER in edge.readers
+            outputs[value.source].append(OutboundEdge(value.steps, writer, self._encoder, fatal, to_driver))
         for index in own_tasks:
             task = plan.tasks[index]
             # A value that an earlier task of the execution has read is here already.
@@ -238,32 +241,35 @@ class Executor:
                 reader.done_with.append(read)
         return prepared
 
-    def advance(self) -> bool:
-        """Take the next step of the current state. Return False if there was nothing to do."""
-        return self._steps[self.state]()
-
-    def use_for_ready(self, step: Callable[[], bool]) -> None:
-        """Run the next task by `step` instead of `run_next`, which it must equal in all but speed."""
-        self._steps = (step, *self._steps[1:])
-
     def _enter(self, event: ExecutorEvent) -> None:
         self.state = EXECUTOR_TRANSITIONS[self.state, event]
+        self.advance = self._steps[self.state]
 
-    def run_next(self) -> bool:
+    def _run_next(self) -> bool:
         """Run the next task if all its inputs are here. Return False if there was nothing to do."""
         # An edge whose message has arrived is removed, so that the next call does not poll it again.
         missing = self._missing
         while missing:
             inbound = missing[-1]
-            message = inbound.poll()
-            if message is None:
-                return False
+            try:
+                message = inbound.read(self.values, inbound.value, self.before_user_code)
+                if message is None:
+                    return False
+                if type(message) is int:
+                    self.flags |= message
+                else:
+                    self._read(inbound, *message)
+            except SegmentGone:
+                self.values[inbound.value] = self._lost(inbound, inbound.reader.writer)
+            except native.DamagedRing:
+                raise
+            except BaseException as error:  # out of descriptors or memory, or an error of unpickling
+                self.values[inbound.value] = self._unreadable(error, inbound)
             missing.pop()
-            self.read(inbound, *message)
-        if self.fetches.pending and not self._take_fetched():
+        if self._fetching and not self._take_fetched():
             return False
-        self.run(self.tasks[self._next])
-        self.end_task()
+        self._run(self._task)
+        self._end_task()
         return True
 
     @property
@@ -272,9 +278,9 @@ class Executor:
 
         Also while tensors are on their way: their doorbell has no flag.
         """
-        return self._blocked is not None or bool(self.fetches.pending)
+        return self._blocked is not None or self._fetching
 
-    def end_task(self) -> None:
+    def _end_task(self) -> None:
         """Go to the next task, unless messages of this one wait for memory."""
         if self._blocked is not None:
             return
@@ -289,39 +295,33 @@ class Executor:
             self.execution += 1
             self.flags = 0
             self.values = [None] * len(self.values)
-        self._missing = self.tasks[self._next].inputs.copy()
+        self._task = self.tasks[self._next]
+        self._missing = self._task.inputs.copy()
 
-    def read(self, inbound: InboundEdge, kind: int, flags: int, body: bytes | None) -> None:
-        """Take over what `poll` of an edge has found. A value that cannot be read becomes a Failure."""
+    def _read(self, inbound: InboundEdge, kind: int, flags: int, body: bytes | None) -> None:
+        """Take over an unusual message, or start to fetch its tensors."""
         self.flags |= flags & WAKE
         if self.before_user_code is not None:  # unpickling runs code of the value's class, and creates tensors
             self.before_user_code()
-        try:
-            if kind == VALUE and body is not None:
-                inbound.bytes += len(body)
-                self.values[inbound.value] = pickle.loads(body)
-            elif kind != NOTHING:
-                received = inbound.reader.received(kind, flags, body)
-                inbound.bytes += received.nbytes
-                if kind == TICKET:
-                    inbound.bytes += self.fetches.start(inbound.edge, inbound, received.body)
-                    return
-                # An error is not decoded here but passed on as it is: this actor may lack the error's class.
-                self.values[inbound.value] = (
-                    Failure(Message(ERROR, bytes(received.body)))
-                    if kind == ERROR
-                    else messages.decode(kind, received.body, received.buffers, shared=received.shared)
-                )
-        except SegmentGone:
-            self.values[inbound.value] = self._lost(inbound, inbound.reader.writer)
-        except BaseException as error:  # out of descriptors or memory, or an error of unpickling
-            self.values[inbound.value] = self.unreadable(error, inbound)
+        received = inbound.reader.received(kind, flags, body)
+        inbound.bytes += received.nbytes
+        if kind == TICKET:
+            inbound.bytes += self.fetches.start(inbound.edge, inbound, received.body)
+            self._fetching = True
+            return
+        # An error is not decoded here but passed on as it is: this actor may lack the error's class.
+        self.values[inbound.value] = (
+            Failure(Message(ERROR, bytes(received.body)))
+            if kind == ERROR
+            else messages.decode(kind, received.body, received.buffers, shared=received.shared)
+        )
 
     def _take_fetched(self) -> bool:
         """Take over the tensors that have arrived. Return False if some are still on their way."""
         fetched = self.fetches.take()
         if fetched is None:
             return False
+        self._fetching = False
         if self.before_user_code is not None:
             self.before_user_code()
         for inbound, fetch in fetched:
@@ -332,7 +332,7 @@ class Executor:
             except GraphError as error:  # of the transport
                 value = Failure(self._failed(error_message(error, self.plan.members[self.member]), inbound.fatal))
             except BaseException as error:
-                value = self.unreadable(error, inbound)
+                value = self._unreadable(error, inbound)
             self.values[inbound.value] = value
         return True
 
@@ -344,47 +344,55 @@ class Executor:
         )
         return Failure(self._failed(error_message(error, me), inbound.fatal))
 
-    def unreadable(self, error: BaseException, inbound: InboundEdge) -> Failure[Message]:
+    def _unreadable(self, error: BaseException, inbound: InboundEdge) -> Failure[Message]:
         """Return the Failure of a message that could not be unpickled."""
         me = self.plan.members[self.member]
         refused = GraphValueError(f"{inbound.label} could not be unpickled by {me}: {messages.error_text(error, repr)}")
         return Failure(self._failed(error_message(refused, me), inbound.fatal))
 
-    def run(self, task: PreparedTask) -> None:
+    def _run(self, task: PreparedTask) -> None:
         """Call the method and send its result, or pass on the failure of an input."""
-        values = self.values
+        values, recorder = self.values, self.recorder
         if self.before_user_code is not None:
             self.before_user_code()
-        self.recorder.started()
-        result: Any = None
-        for value in task.reads:
-            if type(values[value]) is Failure:
-                result = values[value]
-                break
-        else:
-            result = self._call(task, values)
-        self.recorder.returned()
+        recorder.started()
+        try:
+            if task.single_argument is None or self._lock is not None:
+                result = self._call(task, values)
+            elif type(result := values[task.single_argument]) is not Failure:
+                result = task.call(result)
+            if type(result) is CoroutineType:
+                result = self._run_coroutine(result)
+        except BaseException as error:  # a cancelled coroutine too: a failed call must not end the loop
+            result = self._call_failed(task, error)
+        recorder.returned()
         # Memory of large values, such as the activations of a pipeline, is used again within the execution.
         for value in task.done_with:
             values[value] = None
-        self.deliver(task, result, self.encoder.encode)
-
-    def deliver(self, task: PreparedTask, result: Any, encode: Callable[[Any], Message]) -> None:
-        """Store and send what a task has returned: a value, or a Failure."""
-        values = self.values
         # Values for this actor are stored before messages are sent: a send may fail or wait for memory.
         for value, steps, fatal in task.local:
             values[value] = self._selected(result, steps, task, fatal)
-        for position, edge in enumerate(task.outputs):
+        for edge in task.outputs:
+            selected = self._selected(result, edge.steps, task, edge.reports) if edge.steps else result
             try:
-                self._send(edge, result, task, encode)
+                message = selected.error if type(selected) is Failure else edge.encode(selected)
+                edge.write(self.execution, message, self.flags)
             except PoolFull:
                 # The rest is encoded now: code of the actor may change the values before there is memory.
-                waiting = [(later, self._message(later, result, task)) for later in task.outputs[position:]]
+                later = task.outputs[task.outputs.index(edge) :]
+                waiting = [(edge, self._message(edge, result, task)) for edge in later]
                 self._blocked = _BlockedSend(task, waiting, Deadline(self._timeout_s))
                 self._enter(ExecutorEvent.BLOCK)
                 return
-        self.recorder.sent(task.index, self.execution)
+            except BaseException as error:
+                if type(selected) is Failure:  # an error above max_lent_bytes
+                    message = messages.small_error(selected.error)
+                else:
+                    # The value cannot be pickled, is too large, or there is no memory. The readers wait for a message
+                    # of this execution, so they get the error.
+                    message = self._failed(error_message(error, task.label), edge.reports)
+                edge.write(self.execution, message, self.flags)
+        recorder.sent(task.index, self.execution)
 
     def _send_blocked(self) -> bool:
         """Send messages that wait for memory; False if none could be sent."""
@@ -414,26 +422,21 @@ class Executor:
         self._blocked = None
         self._enter(ExecutorEvent.RESUME)
         self.recorder.sent(blocked.task.index, self.execution)
-        self.end_task()
+        self._end_task()
         return True
 
     def _call(self, task: PreparedTask, values: list[Any]) -> Any:
-        """Call the method. Return its result, or a Failure."""
-        try:
-            # Arguments are evaluated inside of `try`: a failing gather is a failure of this call.
-            if task.single_argument is not None and self.lock is None:
-                result = task.call(values[task.single_argument])
-            else:
-                results: dict[int, Any] = {}
-                args = [operations.evaluate(expression, values, results) for expression in task.task.args]
-                kwargs = {key: operations.evaluate(value, values, results) for key, value in task.task.kwargs}
-                with self.lock or _UNLOCKED:
-                    result = task.call(*args, **kwargs)
-            return self.run_coroutine(result) if type(result) is CoroutineType else result
-        except BaseException as error:  # a cancelled coroutine too: a failed call must not end the loop
-            return self.call_failed(task, error)
+        """Call the method with its evaluated arguments, or return the first failure that it reads."""
+        for value in task.reads:
+            if type(values[value]) is Failure:
+                return values[value]
+        results: dict[int, Any] = {}
+        args = [operations.evaluate(expression, values, results) for expression in task.task.args]
+        kwargs = {key: operations.evaluate(value, values, results) for key, value in task.task.kwargs}
+        with self._lock or _UNLOCKED:
+            return task.call(*args, **kwargs)
 
-    def call_failed(self, task: PreparedTask, error: BaseException) -> Failure[Message]:
+    def _call_failed(self, task: PreparedTask, error: BaseException) -> Failure[Message]:
         """Return the Failure of a call that has raised `error`."""
         if isinstance(error, SystemExit | ray.exceptions.AsyncioActorExit):  # ray.actor.exit_actor
             # Ray ends the actor later; until then no method of this graph may run.
@@ -442,7 +445,7 @@ class Executor:
             return Failure(self._failed(error_message(exited, task.label), False))
         return Failure(self._failed(raised_message(error, task.label), task.reports))
 
-    def run_coroutine(self, coroutine: Any) -> Any:
+    def _run_coroutine(self, coroutine: Any) -> Any:
         """Run a coroutine method on the actor's own event loop, as Ray does. Other calls of the actor run meanwhile."""
         if self._asyncio_loop is None:  # a method of an ordinary actor that returns a coroutine
             return asyncio.run(coroutine)
@@ -456,42 +459,22 @@ class Executor:
         except Exception as error:
             return Failure(self._failed(error_message(error, task.label), fatal))
 
-    def _send(self, edge: OutboundEdge, result: Any, task: PreparedTask, encode: Callable[[Any], Message]) -> None:
-        if edge.steps:
-            result = self._selected(result, edge.steps, task, edge.reports)
-        try:
-            message = result.error if type(result) is Failure else (edge.encode or encode)(result)
-            edge.write(self.execution, message, self.flags)
-        except PoolFull:
-            raise
-        except BaseException as error:
-            if type(result) is Failure:  # an error above max_lent_bytes
-                edge.write(self.execution, messages.small_error(result.error), self.flags)
-                return
-            # The value cannot be pickled, is too large, or there is no memory. The readers wait for a message of this
-            # execution, so they get the error.
-            edge.write(self.execution, self.unsendable(error, task, edge).error, self.flags)
-
-    def unsendable(self, error: BaseException, task: PreparedTask, edge: OutboundEdge) -> Failure[Message]:
-        """Return the Failure of a result that cannot be sent over an edge."""
-        return Failure(self._failed(error_message(error, task.label), edge.reports))
-
     def _message(self, edge: OutboundEdge, result: Any, task: PreparedTask) -> Message:
-        """Return the message that `_send` would send, in memory of its own."""
+        """Return the message of a result for an edge, in memory of its own."""
         result = self._selected(result, edge.steps, task, edge.fatal)
         try:
             if type(result) is Failure:
                 error: Message = result.error
                 return error
-            return edge.kept(self.execution, (edge.encode or self.encoder.encode)(result))
+            return edge.kept(self.execution, edge.encode(result))
         except BaseException as error:
             return self._failed(error_message(error, task.label), edge.fatal)
 
     def close(self) -> None:
         """Stop: `advance` does nothing any more, and blocked messages are dropped."""
+        self._steps = (_do_nothing, _do_nothing, _do_nothing)  # cuts the cycle of references, as below
         self._enter(ExecutorEvent.STOP)
         self._blocked = None
-        self._steps = (_do_nothing, _do_nothing, _do_nothing)  # cuts the cycle of references, as below
         self.fetches.close()
         # The callbacks are methods of the session, which holds this executor: cut the cycle to free memory now.
         self._callbacks = (lambda: None), (lambda execution, error, flags: None)
@@ -504,7 +487,8 @@ class Executor:
             for task, (count, wait, compute, send) in totals.items()
         }
         edges = {
-            edge: {"count": inbound.reader.sequence, "bytes": inbound.bytes} for edge, inbound in self.inbound.items()
+            edge: {"count": inbound.reader.sequence, "bytes": inbound.reader.read_bytes + inbound.bytes}
+            for edge, inbound in self.inbound.items()
         }
         return {"tasks": tasks, "received": edges}
 

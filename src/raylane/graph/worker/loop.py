@@ -133,12 +133,12 @@ class GraphLoop:
                 continue
             if doorbell.absorb():
                 continue
+            self._check_owners()  # before the wait: a message does not wait for it
             rang = doorbell.wait(POLL_INTERVAL_S if self._active else OWNER_CHECK_S)
             # Rare: polling every session costs about a microsecond each.
             # A post without a flag (`core.native`), unless it belongs to a message that was read before.
             if rang and doorbell.consumed > doorbell.read and len(self.sessions) > 1:
                 self._active = self._flagged() or list(self.sessions)
-            self._check_owners()
 
     def _flagged(self) -> list[Session]:
         """Return the active sessions and those whose flag is set, each once."""

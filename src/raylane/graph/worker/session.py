@@ -33,7 +33,6 @@ from raylane.graph.plan.ir import DRIVER
 from raylane.graph.values import message as messages
 from raylane.graph.worker import exclusive
 from raylane.graph.worker.executor import Executor
-from raylane.graph.worker.flat import shorten
 from raylane.graph.worker.program import EXITED, TROUBLE, Program
 
 MAX_ANSWER_BYTES = 64 << 20
@@ -105,7 +104,6 @@ class Session:
             timeout_s=options.timeout_s,
             doorbell=doorbell,
         )
-        shorten(self.executor)
         # Last, when nothing can fail any more: a descriptor, and a session that was not created is not closed.
         self.wake_refused = self._fetch_wake_fd(program) if layout.near_driver else None
         """Reason why this process cannot wake the driver's asyncio loop; None if it can."""
@@ -134,7 +132,7 @@ class Session:
         """Obey one order of the driver. Return False if there is none. Does not wait."""
         if try_wait(self._orders.full):
             return False
-        (order,) = pickle.loads(self._orders.take().body)
+        (order,) = pickle.loads(self._orders.receive().body)
         if order == "close":
             # The loop removes the session after this; the answer is written before, and the driver waits for it.
             self.lifecycle.advance(Event.LEAVE)
