@@ -70,25 +70,21 @@ def reference_markdown(page: str) -> str:
         path: {key: row for key, row in rows.items() if (key in common.get(path, {})) == (page == "training")}
         for path, rows in sections.items()
     }
+    summaries = _summaries(GrpoRunConfig if page == "grpo" else RunConfig, "")
     lines = [HEADS[page]]
     for path, rows in shown.items():
         if rows:
             lines += [
-                f"## {path}\n\n{_SUMMARIES[path]}\n" * bool(path),
+                f"## {path}\n\n{summaries[path]}\n" * bool(path),
                 "| key | type | default | meaning |\n|---|---|---|---|",
             ]
             lines += [*rows.values(), ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
-_SUMMARIES: Rows = {}
-"""First paragraphs of the docstrings of sections, by path."""
-
-
 def _sections(model: type[BaseModel], path: str) -> dict[str, Rows]:
     """Return the rows of a section and of those below it, by path."""
     fields = _in_order(model)
-    _SUMMARIES[path] = " ".join((model.__doc__ or "").split("\n\n")[0].split())
     sections: dict[str, Rows] = {path: {}}
     for name, field in fields.items():
         if _is_model(field.annotation):
@@ -98,6 +94,15 @@ def _sections(model: type[BaseModel], path: str) -> dict[str, Rows]:
             row = f"| `{name}` | {_type(field.annotation, field.metadata)} | {_default(field)} | {description} |"
             sections[path][name] = row
     return sections
+
+
+def _summaries(model: type[BaseModel], path: str) -> Rows:
+    """Return the first paragraphs of the docstrings of a section and of those below it, by path."""
+    summaries = {path: " ".join((model.__doc__ or "").split("\n\n")[0].split())}
+    for name, field in _in_order(model).items():
+        if _is_model(field.annotation):
+            summaries |= _summaries(field.annotation, f"{path}.{name}" if path else name)  # type: ignore[arg-type]
+    return summaries
 
 
 def _in_order(model: type[BaseModel]) -> dict[str, FieldInfo]:

@@ -114,6 +114,14 @@ for a in odd:
 result = native.Result(cycle, 1, 2, [], True)
 for a in odd:
     attempt(native.Result, a, a, a, a, a), attempt(result.complete, a, a), attempt(result.__init__, a)
+executions = native.Executions([], native.Recorder(1, 2))
+for a in odd:
+    attempt(native.Executions, a, a), attempt(executions.find, a), attempt(executions.settle, result, a)
+    executions.pending.append(a)
+    attempt(executions.settle, a, 0), attempt(executions.end_oldest), attempt(executions.find, 0)
+    executions.pending[:] = [native.Result(None, 0, 1, [a], False)]
+    attempt(executions.settle, executions.find(executions.completed), 0)
+    executions.pending.append(executions)
 cycle.append(native.Result(cycle, 1, 2, cycle, True))
 recorder = native.Recorder(2, 3)
 for execution in range(10):
@@ -124,7 +132,7 @@ for execution in range(10):
     attempt(recorder.totals, execution)
     recorder.records()
 messages = (native.Doorbell, native.SlotReader, native.SlotWriter, native.Encoder)
-for kind in (*messages, native.Recorder, native.Section, native.Result):
+for kind in (*messages, native.Recorder, native.Section, native.Result, native.Executions):
     empty = kind.__new__(kind)  # without __init__
     for name in dir(empty):
         method = getattr(empty, name)

@@ -341,15 +341,6 @@ def test_recorder_keeps_the_last_records_and_all_totals() -> None:
             recorder.sent(task, 0)
 
 
-def test_recorder_notes_ends_of_executions() -> None:
-    recorder = native.Recorder(1, 2)
-    for execution in range(3):
-        recorder.completed(execution, 1.5)
-    records = recorder.records()
-    assert [record[:5] for record in records] == [(0, number, 1.5, 1.5, 1.5) for number in (1, 2)]
-    assert records[0][5] <= records[1][5]
-
-
 def test_copy_with_any_number_of_threads() -> None:
     for nbytes in (0, 1, 63, 64, 1000, 100_003):
         source = os.urandom(nbytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import math
 import pickle
@@ -248,3 +249,34 @@ def test_result_is_completed_once_and_lets_go_of_its_source() -> None:
         other.__init__(None, 0, 1, [], False)  # type: ignore[misc]
     with pytest.raises(TypeError, match="an error or None"):
         other.complete(1)  # type: ignore[call-arg]
+
+
+def test_executions_end_in_their_order() -> None:
+    recorder = native.Recorder(1, 10)
+    executions = native.Executions(collections.deque(), recorder)
+    results = [Answer(None, number, 2, [None, "value"], False) for number in range(4)]
+    for result in results:
+        executions.pending.append(result)
+        executions.submitted += 1
+    assert [executions.find(number) for number in (-1, 0, 3, 4)] == [None, results[0], results[3], None]
+    assert executions.settle(results[0], 1) is False
+    assert executions.settle(results[0], 1) is True
+    assert (results[0]._value, results[0]._values, results[0].is_done()) == ("value", None, True)
+    assert executions.find(0) is None
+    assert executions.find(1) is results[1]
+    results[1].complete(None, ValueError("failed early"))
+    assert executions.settle(results[1], 1) is False
+    assert executions.settle(results[1], 1) is None  # left to Python, and not noted
+    assert results[1]._messages_left == 1
+    assert executions.end_oldest() is results[1]
+    results[2]._messages_left = 1
+    assert executions.settle(results[2], -1) is None
+    assert executions.settle(results[2], 2) is None
+    assert executions.settle(results[2], 0) is True
+    assert [record[1] for record in recorder.records()] == [0, 1, 2]
+    assert (executions.submitted, executions.completed, list(executions.pending)) == (4, 3, [results[3]])
+    executions.end_oldest()
+    with pytest.raises(IndexError):
+        executions.end_oldest()
+    with pytest.raises(TypeError, match="takes a Result and an index"):
+        executions.settle(object(), 0)

@@ -310,7 +310,7 @@ static int check_slots(Py_buffer *memory, Py_ssize_t at, Py_ssize_t slots, Py_ss
 }
 
 typedef struct {
-    PyTypeObject *doorbell;
+    PyTypeObject *doorbell, *result, *recorder;
     PyObject *busy, *damaged_ring;
 } ModuleState;
 
@@ -1208,16 +1208,6 @@ static PyObject *recorder_sent(Recorder *self, PyObject *const *args, Py_ssize_t
     Py_RETURN_NONE;
 }
 
-static PyObject *recorder_completed(Recorder *self, PyObject *const *args, Py_ssize_t count) {
-    REQUIRE(self->totals);
-    if (count != 2) return PyErr_Format(PyExc_TypeError, "completed takes an execution and a time");
-    long long execution = PyLong_AsLongLong(args[0]);
-    double submitted = PyFloat_AsDouble(args[1]);
-    if (PyErr_Occurred()) return NULL;
-    self->records[self->written++ % self->kept] = (Record){0, execution, submitted, submitted, submitted, now_s()};
-    Py_RETURN_NONE;
-}
-
 static PyObject *recorder_records(Recorder *self, PyObject *Py_UNUSED(ignored)) {
     REQUIRE(self->totals);
     long long first = self->written > self->kept ? self->written - self->kept : 0;
@@ -1247,8 +1237,6 @@ static PyMethodDef recorder_methods[] = {
     {"started", (PyCFunction)recorder_started, METH_NOARGS, "Note that a call begins."},
     {"returned", (PyCFunction)recorder_returned, METH_NOARGS, "Note that the call has returned."},
     {"sent", (PyCFunction)(void (*)(void))recorder_sent, METH_FASTCALL, "Note that the results were sent."},
-    {"completed", (PyCFunction)(void (*)(void))recorder_completed, METH_FASTCALL,
-     "Note that an execution has ended."},
     {"records", (PyCFunction)recorder_records, METH_NOARGS, "Return the records, oldest first."},
     {"totals", (PyCFunction)recorder_totals, METH_O, "Return (count, waiting, computing, sending) of a task."},
     {NULL, NULL, 0, NULL},
@@ -1263,6 +1251,133 @@ static PyType_Slot recorder_slots[] = {
 };
 
 static PyType_Spec recorder_spec = {"raylane.core._native.Recorder", sizeof(Recorder), 0, TYPE_FLAGS, recorder_slots};
+
+/* Executions that are under way */
+
+typedef struct {
+    PyObject_HEAD
+    ModuleState *state; /* looked up once: for a subclass that takes a microsecond */
+    PyObject *pending;
+    Recorder *recorder;
+    long long submitted, completed;
+} Executions;
+
+static int executions_init(Executions *self, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"pending", "recorder", NULL};
+    PyObject *pending, *recorder;
+    if (self->pending) {
+        PyErr_SetString(PyExc_TypeError, "Executions are initialised once");
+        return -1;
+    }
+    self->state = state_of(Py_TYPE((PyObject *)self));
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!", names, &pending, self->state->recorder, &recorder)) return -1;
+    self->pending = Py_NewRef(pending);
+    self->recorder = (Recorder *)Py_NewRef(recorder);
+    return 0;
+}
+
+static int executions_traverse(Executions *self, visitproc visit, void *arg) {
+    Py_VISIT(Py_TYPE((PyObject *)self));
+    Py_VISIT(self->pending);
+    return 0;
+}
+
+static int executions_clear(Executions *self) {
+    Py_CLEAR(self->pending);
+    return 0;
+}
+
+static void executions_dealloc(Executions *self) {
+    PyObject_GC_UnTrack((PyObject *)self);
+    Py_CLEAR(self->pending);
+    Py_XDECREF((PyObject *)self->recorder);
+    release_object((PyObject *)self);
+}
+
+static PyObject *executions_find(Executions *self, PyObject *number) {
+    REQUIRE(self->pending);
+    long long execution = PyLong_AsLongLong(number);
+    if (execution == -1 && PyErr_Occurred()) return NULL;
+    Py_ssize_t size = PySequence_Size(self->pending);
+    if (size < 0) return NULL;
+    if (execution < self->completed || execution - self->completed >= size) Py_RETURN_NONE;
+    return PySequence_GetItem(self->pending, (Py_ssize_t)(execution - self->completed));
+}
+
+static PyObject *executions_end_oldest(Executions *self, PyObject *Py_UNUSED(ignored)) {
+    REQUIRE(self->pending);
+    Recorder *recorder = self->recorder;
+    REQUIRE(recorder->records);
+    PyObject *oldest = PySequence_GetItem(self->pending, 0);
+    if (!oldest) return NULL;
+    Result *result = (Result *)oldest;
+    if (!PyType_IsSubtype(Py_TYPE(oldest), self->state->result)) {
+        PyErr_SetString(PyExc_TypeError, "pending executions are Results");
+    } else if (!PySequence_DelItem(self->pending, 0)) {
+        double submitted = result->submitted_s;
+        recorder->records[recorder->written++ % recorder->kept] =
+            (Record){0, result->number, submitted, submitted, submitted, now_s()};
+        self->completed++;
+        return oldest;
+    }
+    Py_DECREF(oldest);
+    return NULL;
+}
+
+static PyObject *executions_settle(Executions *self, PyObject *const *args, Py_ssize_t count) {
+    REQUIRE(self->pending);
+    if (count != 2 || !PyType_IsSubtype(Py_TYPE(args[0]), self->state->result))
+        return PyErr_Format(PyExc_TypeError, "settle takes a Result and an index");
+    Result *result = (Result *)args[0];
+    Py_ssize_t output = PyLong_AsSsize_t(args[1]);
+    if (output == -1 && PyErr_Occurred()) return NULL;
+    if (result->messages_left > 1) {
+        result->messages_left--;
+        Py_RETURN_FALSE;
+    }
+    if (output < 0 || result->done || !result->values || !PyList_Check(result->values) ||
+        output >= PyList_Size(result->values))
+        Py_RETURN_NONE;
+    PyObject *ended = executions_end_oldest(self, NULL);
+    if (!ended) return NULL;
+    result->messages_left = 0;
+    PyObject *values = result->values, *outcome[] = {PyList_GetItem(values, output), Py_None};
+    result->values = Py_NewRef(Py_None);
+    PyObject *done = result_complete(result, outcome, 2);
+    Py_DECREF(values);
+    Py_DECREF(ended);
+    Py_XDECREF(done);
+    return done ? Py_NewRef(Py_True) : NULL;
+}
+
+static PyMethodDef executions_methods[] = {
+    {"find", (PyCFunction)executions_find, METH_O, "Return the result of an execution, or None."},
+    {"end_oldest", (PyCFunction)executions_end_oldest, METH_NOARGS, "Remove and return the oldest result."},
+    {"settle", (PyCFunction)(void (*)(void))executions_settle, METH_FASTCALL,
+     "Note that a message of an execution was read; complete its result after the last one."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef executions_members[] = {
+    {"pending", T_OBJECT, offsetof(Executions, pending), READONLY, NULL},
+    {"submitted", T_LONGLONG, offsetof(Executions, submitted), 0, NULL},
+    {"completed", T_LONGLONG, offsetof(Executions, completed), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot executions_slots[] = {
+    {Py_tp_new, PyType_GenericNew},
+    {Py_tp_init, executions_init},
+    {Py_tp_dealloc, executions_dealloc},
+    {Py_tp_traverse, executions_traverse},
+    {Py_tp_clear, executions_clear},
+    {Py_tp_methods, executions_methods},
+    {Py_tp_members, executions_members},
+    {0, NULL},
+};
+
+static PyType_Spec executions_spec = {"raylane.core._native.Executions", sizeof(Executions), 0,
+                                      TYPE_FLAGS | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE, executions_slots};
 
 /* Run delay */
 
@@ -1380,11 +1495,13 @@ static PyMethodDef functions[] = {
 static int fill_module(PyObject *module) {
     ModuleState *state = PyModule_GetState(module);
     PyType_Spec *specs[] = {&doorbell_spec, &slot_reader_spec, &slot_writer_spec,
-                            &encoder_spec,  &section_spec,     &result_spec,      &recorder_spec};
+                            &encoder_spec,  &section_spec,     &result_spec,      &recorder_spec, &executions_spec};
     for (size_t i = 0; i < sizeof(specs) / sizeof(*specs); i++) {
         PyObject *type = PyType_FromModuleAndSpec(module, specs[i], NULL);
         if (!type) return -1;
         if (specs[i] == &doorbell_spec) state->doorbell = (PyTypeObject *)Py_NewRef(type);
+        if (specs[i] == &result_spec) state->result = (PyTypeObject *)Py_NewRef(type);
+        if (specs[i] == &recorder_spec) state->recorder = (PyTypeObject *)Py_NewRef(type);
         int failed = PyModule_AddType(module, (PyTypeObject *)type);
         Py_DECREF(type);
         if (failed) return -1;
@@ -1405,6 +1522,8 @@ static int fill_module(PyObject *module) {
 static int visit_state(PyObject *module, visitproc visit, void *arg) {
     ModuleState *state = PyModule_GetState(module);
     Py_VISIT(state->doorbell);
+    Py_VISIT(state->result);
+    Py_VISIT(state->recorder);
     Py_VISIT(state->busy);
     Py_VISIT(state->damaged_ring);
     return 0;
@@ -1413,6 +1532,8 @@ static int visit_state(PyObject *module, visitproc visit, void *arg) {
 static int clear_state(PyObject *module) {
     ModuleState *state = PyModule_GetState(module);
     Py_CLEAR(state->doorbell);
+    Py_CLEAR(state->result);
+    Py_CLEAR(state->recorder);
     Py_CLEAR(state->busy);
     Py_CLEAR(state->damaged_ring);
     return 0;

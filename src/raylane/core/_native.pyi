@@ -222,12 +222,33 @@ class Recorder:
         """Note that the call has returned."""
     def sent(self, task: int, execution: int) -> None:
         """Note that the results were sent."""
-    def completed(self, execution: int, submitted_s: float, /) -> None:
-        """Note that an execution has ended now, in a record of task 0 that has `submitted_s` three times."""
     def records(self) -> list[tuple[int, int, float, float, float, float]]:
         """Return (task, execution, idle since, started, returned, sent) of the last tasks, oldest first."""
     def totals(self, task: int) -> tuple[int, float, float, float]:
         """Return (count, seconds waiting, computing, sending) of a task."""
+
+class Executions:
+    """Executions of one graph that are under way: results in the order of their numbers, in a sequence `pending`."""
+
+    submitted: int
+    """Number of executions started."""
+    completed: int
+    """Number of executions of which every message was read."""
+    pending: Any
+    def __init__(self, pending: Any, recorder: Recorder) -> None: ...
+    def find(self, number: int, /) -> Any:
+        """Return the result of execution `number`; None if it has ended or has not begun."""
+    def end_oldest(self) -> Any:
+        """Remove the oldest result and return it. IndexError if there is none.
+
+        The recorder notes its end, as (0, number, submitted three times, now).
+        """
+    def settle(self, result: Any, output: int, /) -> bool | None:
+        """Note that a message of the oldest executions was read. Return True if that completed its result.
+
+        After the last message the result gets the value at index `output`, and its execution ends. None if `output` is
+        negative or the result is done: then nothing is noted yet.
+        """
 
 def run_delay_ns() -> int:
     """Return the time that the calling thread has spent runnable without a CPU, or 0 if that is not known."""

@@ -91,8 +91,8 @@ class Collector:
         self.bridge = AsyncioBridge(self.look, timeout_s)
         self.missed_wake = False
         """True if the event loop was woken while another thread read messages."""
-        self._output_value = plan.output.value if isinstance(plan.output, Ref) and not plan.leaves else None
-        """Index of the value that is the whole output: the usual case."""
+        self._output_value = plan.output.value if isinstance(plan.output, Ref) and not plan.leaves else -1
+        """Index of the value that is the whole output, the usual case; else -1."""
         weak = weakref.ref(self)  # the watch must not keep the graph alive
 
         def on_end(error: GraphError) -> None:
@@ -135,10 +135,14 @@ class Collector:
 
     def _lead(self, ready: Callable[[], bool], deadline: Deadline) -> bool:
         doorbell = self.doorbell
+        # Each message that nobody has read has a post, unless Ctrl-C came right after the post was consumed. So this
+        # thread waits first: the actor may share its CPU, and begins when this thread sleeps.
+        look = deadline.timeout_s == 0 or doorbell.consumed > doorbell.read
         while True:
             # Read before looking at the deadline: a call with timeout 0 must find what has arrived.
-            if self._read_all() and self.followers:
+            if look and self._read_all() and self.followers:
                 self._notify_followers()
+            look = True
             if ready():
                 return True
             remaining_s = deadline.left_s()
@@ -214,9 +218,8 @@ class Collector:
                 if edge.fetching is not None:
                     completed |= self._take_fetched(edge)
                 # An edge may have messages of several executions: read all, so that none waits for a later post.
-                # Message n of every edge belongs to execution n, and `pending` begins with execution `completed`.
-                while edge.fetching is None and (at := edge.reader.sequence - executions.completed) < len(pending):
-                    result = pending[at]
+                # Message n of every edge belongs to execution n.
+                while edge.fetching is None and (result := executions.find(edge.reader.sequence)) is not None:
                     try:
                         message = edge.read(None if result._done else result._values, edge.value, None)
                         if message is None:
@@ -228,8 +231,10 @@ class Collector:
                         raise
                     except Exception as error:
                         failure = self._unreadable(edge, error)
-                    if edge.fetching is None:
-                        completed |= self._arrived(edge, result, failure)
+                    if self._fetching and edge in self._fetching:
+                        break
+                    settled = executions.settle(result, self._output_value) if failure is None else None
+                    completed |= self._arrived(edge, result, failure) if settled is None else settled
             while executions.early_failures:
                 execution, body = executions.early_failures.popleft()
                 # A report may come after its execution has ended with the same error; then the index is negative.
@@ -251,8 +256,7 @@ class Collector:
                 edge.fetching = None
             self._fetching.clear()
             while executions.pending:
-                result = executions.pending.popleft()
-                executions.completed += 1
+                result = executions.end_oldest()
                 if not result._done:
                     result.complete(None, self._lifecycle.error)
                 result.end()
@@ -325,13 +329,7 @@ class Collector:
         if result._messages_left:
             return failed_now
         # Executions end in order: each edge delivers in order, so no later execution can be complete before this one.
-        executions.pending.popleft()
-        executions.completed += 1
-        executions.completed_now(result.number, result.submitted_s)
-        if self._output_value is not None and not result._done:
-            result._values = None
-            result.complete(values[self._output_value], None)
-            return True
+        executions.end_oldest()
         complete_result(self.plan, result, values)
         result.end()
         if result._error is not None:
@@ -400,9 +398,9 @@ class Collector:
 
     def _look(self) -> None:
         self._read_all()
-        self.doorbell.absorb()
+        absorbed = self.doorbell.absorb()
         self._poll_reports()
-        if self.executions.early_failures:
+        if absorbed or self.executions.early_failures:
             self._read_all()
         if not self.executions.pending:
             self.doorbell.sleeping(False)

@@ -166,29 +166,22 @@ def _identity(value: Any) -> Any:
     return value
 
 
-class Executions:
+class Executions(native.Executions):
     """State of the executions of one graph.
 
-    The submitter adds executions and the collector ends them; each counter is written by one of the two only.
+    The submitter adds to `submitted` and `pending`, and the collector ends executions, each in a section of its own. A
+    failed execution stays pending until all its messages were read: until then its slots in the rings are in use.
     """
 
-    __slots__ = ("_recorder", "completed", "completed_now", "early_failures", "pending", "submitted")
+    __slots__ = ("_recorder", "early_failures")
+
+    pending: collections.deque[GraphResult]
 
     def __init__(self) -> None:
-        self.submitted = 0
-        """Number of executions started. Written under the submit lock."""
-        self.completed = 0
-        """Number of executions of which every message was read. Written under the collect lock."""
-        self.pending: collections.deque[GraphResult] = collections.deque()
-        """Results of executions under way, oldest first.
-
-        A failed execution stays until all its messages were read: until then its slots in the rings are in use.
-        """
+        self._recorder = native.Recorder(1, KEPT_RECORDS)
+        super().__init__(collections.deque(), self._recorder)
         self.early_failures: collections.deque[tuple[int, Any]] = collections.deque()
         """(execution, pickled error) of failures reported ahead of the messages of the execution. From any thread."""
-        self._recorder = native.Recorder(1, KEPT_RECORDS)
-        self.completed_now = self._recorder.completed
-        """Function (execution, time of its submission) that notes its end."""
 
     def records(self) -> list[tuple[int, float, float]]:
         """Return (execution, submitted, completed) of the last ones, in seconds of time.perf_counter()."""
