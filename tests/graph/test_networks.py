@@ -15,6 +15,7 @@ def test_graph_over_three_nodes_survives_a_pulled_cable(hosts: networks.Hosts) -
     text, _ = hosts.drive("tests.graph.network_driver")
     assert "said: done" in text, text
     assert "said: went on" in text, text
-    assert re.search(r"said: lost, .* the connection from .* to Worker#.* broke: .*recompile", text), text
+    # The host that is cut off is named by the connection to it or, on a busy machine, by the one from it.
+    assert re.search(r"said: lost, .* the connection from (.* to )?Worker#2 .*broke: .*recompile", text), text
     assert "relayed by" in text
     print(text)  # figures, shown with -s
