@@ -158,8 +158,15 @@ def test_get_with_short_timeout_leaves_targets_alone(holder: Any, untouched: Any
     refs = [holder.large.remote() for _ in range(2)]
     ray.wait(refs, num_returns=2)
     targets = [torch.zeros(LENGTH) for _ in refs]
-    with pytest.raises(TransferTimeoutError):
-        raylane.get(refs, into=targets, tensor_transport=transport, timeout=0.005)
+    # What is read in one system call ends, however late: on a quick machine nothing is interrupted after 5 ms.
+    for timeout in (0.005, 0.002, 0.001, 1e-4):
+        try:
+            raylane.get(refs, into=targets, tensor_transport=transport, timeout=timeout)
+        except TransferTimeoutError:
+            break
+        assert all(holds_only(target, 1) for target in targets)
+    else:
+        pytest.fail("no timeout was too short")
     for target in targets:
         untouched(target)
 
