@@ -10,6 +10,7 @@ import signal
 import threading
 import types
 import weakref
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import pytest
@@ -152,16 +153,23 @@ def test_section_is_run_by_one_thread_at_a_time() -> None:
     assert not section.locked
 
 
-def test_reset_frees_a_section_that_another_thread_runs() -> None:
-    section = native.Section()
+@contextlib.contextmanager
+def run_elsewhere(section: native.Section) -> Iterator[None]:
+    """Let another thread run a section."""
     inside, leave = threading.Event(), threading.Event()
     thread = threading.Thread(target=lambda: section.run(0, lambda: inside.set() or leave.wait(20)))
     thread.start()
     assert inside.wait(20)
-    section.reset()
-    assert section.run(0, int) == 0
+    yield
     leave.set()
     thread.join(20)
+
+
+def test_reset_frees_a_section_that_another_thread_runs() -> None:
+    section = native.Section()
+    with run_elsewhere(section):
+        section.reset()
+        assert section.run(0, int) == 0
 
 
 def test_ctrl_c_in_a_section_leaves_it_free() -> None:
@@ -205,17 +213,11 @@ def interrupted_wait(section: native.Section, timer: threading.Timer) -> None:
 
 def test_ctrl_c_ends_the_wait_for_a_section() -> None:
     section = native.Section()
-    inside, leave = threading.Event(), threading.Event()
-    thread = threading.Thread(target=lambda: section.run(0, lambda: inside.set() or leave.wait(20)))
-    thread.start()
-    assert inside.wait(20)
     main = threading.main_thread().ident
     assert main is not None
     timer = threading.Timer(0.1, signal.pthread_kill, (main, signal.SIGINT))
-    with pytest.raises(KeyboardInterrupt):
+    with run_elsewhere(section), pytest.raises(KeyboardInterrupt):
         interrupted_wait(section, timer)
-    leave.set()
-    thread.join(20)
     assert section.run(0, int) == 0
 
 

@@ -323,6 +323,29 @@ def test_ctrl_c_anywhere_leaves_the_graph_usable_or_cleanly_dead(workers: list[A
     eventually(lambda: left_nothing(workers))
 
 
+def test_ctrl_c_right_after_reading_leaves_the_lock_free(workers: list[Any]) -> None:
+    """Python looks for signals where a function begins: so none may begin before the lock is free."""
+    g = chain(workers, "echo")
+    result = g.execute(1)
+    g._collector.missed_wake = True  # so that something is called after reading
+
+    def interrupt(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code is type(g._collector)._after_reading.__code__:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+
+    before = sys.gettrace()
+    sys.settrace(interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            result.get()
+    finally:
+        sys.settrace(before)
+    assert not g._collector._section.locked
+    assert (result.get(), g.execute(2).get(timeout=20)) == (1, 2)
+    g.teardown()
+
+
 CHECK = "assert result.get() == 1"
 FORKING = """
     import os, sys

@@ -15,6 +15,7 @@ from ray import dag
 from tests.graph.graph_actors import Worker
 
 import raylane
+from raylane.core.deadline import Deadline
 from raylane.errors import GraphClosedError, GraphFullError, GraphPlanError, GraphTimeoutError
 from raylane.graph.driver import result as results
 
@@ -313,6 +314,30 @@ def test_decorated_methods_return_their_value_itself(ray_session: None) -> None:
     with raylane.compile(node) as g:
         assert type(g.execute(200_000).get()) is np.ndarray
     ray.kill(actor)
+
+
+def test_get_returns_at_once_if_another_thread_has_read(workers: list[Any], graph: Compile) -> None:
+    """A thread that finds its result done by the time it may read must not wait for the next message."""
+    g = graph(lambda x: raylane.bind(workers[0].echo, x), max_inflight=2)
+    result = g.execute(1)
+    assert g.execute(2).get() == 2  # reads both
+    collector, begun = g._collector, list[float]()
+    doorbell, looks = collector.doorbell, iter([False])  # as it was when this thread looked
+
+    class Watched:
+        """A doorbell that notes waits."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(doorbell, name)
+
+        def wait(self, timeout_s: float) -> bool:
+            begun.append(timeout_s)
+            return bool(doorbell.wait(timeout_s))
+
+    collector.doorbell = Watched()
+    assert collector.collect_until(lambda: next(looks, True) and result.is_done(), Deadline(None))
+    collector.doorbell = doorbell
+    assert not begun
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ PACKAGE = ROOT / "src" / "raylane"
 BUDGETS = {
     "cli": 1048,
     "core": 1882,
-    "graph": 6681,
+    "graph": 6677,
     "modules": 552,
     "nemo": 926,
     "rl": 2945,

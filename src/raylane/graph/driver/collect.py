@@ -205,8 +205,7 @@ class Collector:
     def _read_all(self) -> bool:
         """Read every message that is here; call in the section. Return True if a result was completed."""
         executions = self.executions
-        pending = executions.pending
-        if not pending:
+        if not executions.pending:
             return False
         completed = False
         try:

@@ -132,8 +132,6 @@ class Executor:
     _exiting = False
     """True after a method has asked its actor to exit."""
     _blocked: _BlockedSend | None = None
-    _fetching = False
-    """True while tensors of the next task's messages are on their way."""
 
     def __init__(
         self,
@@ -266,7 +264,7 @@ class Executor:
             except BaseException as error:  # out of descriptors or memory, or an error of unpickling
                 self.values[inbound.value] = self._unreadable(error, inbound)
             missing.pop()
-        if self._fetching and not self._take_fetched():
+        if self.fetches.pending and not self._take_fetched():
             return False
         self._run(self._task)
         self._end_task()
@@ -278,7 +276,7 @@ class Executor:
 
         Also while tensors are on their way: their doorbell has no flag.
         """
-        return self._blocked is not None or self._fetching
+        return self._blocked is not None or bool(self.fetches.pending)
 
     def _end_task(self) -> None:
         """Go to the next task, unless messages of this one wait for memory."""
@@ -307,7 +305,6 @@ class Executor:
         inbound.bytes += received.nbytes
         if kind == TICKET:
             inbound.bytes += self.fetches.start(inbound.edge, inbound, received.body)
-            self._fetching = True
             return
         # An error is not decoded here but passed on as it is: this actor may lack the error's class.
         self.values[inbound.value] = (
@@ -321,7 +318,6 @@ class Executor:
         fetched = self.fetches.take()
         if fetched is None:
             return False
-        self._fetching = False
         if self.before_user_code is not None:
             self.before_user_code()
         for inbound, fetch in fetched:
