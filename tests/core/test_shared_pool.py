@@ -135,6 +135,7 @@ def test_finalizer_may_give_back_while_its_thread_uses_the_pool() -> None:
     segment = filled(pool, b"abc")
     with pool._lock:
         pool.give_back(segment)  # would wait for ever
+    pool.reclaim()
     assert pool.idle_bytes == segment.capacity
     assert pool.take(SIZE) is segment
     pool.drop(segment)

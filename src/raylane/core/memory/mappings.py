@@ -13,22 +13,19 @@ to the system when the last array of the maker is garbage; those of a segment st
 
 from __future__ import annotations
 
-import collections
 import ctypes
 import fcntl
 import mmap
 import os
-import threading
-import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from raylane.core.finalizing import finalize_here
 from raylane.core.memory import regions
+from raylane.core.memory.idle_pool import IdlePool
 from raylane.core.memory.locks import READ, UNLOCK, lock
 from raylane.core.memory.sealed import map_sealed
 from raylane.core.memory.segment import Segment
-from raylane.core.memory.trimmer import Trimmer
 
 MOST_IDLE = 8
 """Idle mappings that are kept, each with a descriptor."""
@@ -36,36 +33,12 @@ USED_BYTES, IDLE_BYTES = "mapped_bytes", "mapped_idle_bytes"
 """Names of the counters, which `raylane.stats()` has too."""
 
 
-class Mapping(Protocol):
-    """A mapping that is used again."""
-
-    key: Any
-    """Name of what is mapped."""
-    memory: Any
-    """The memory, a ctypes array."""
-    idle_since: float
-    """Time (monotonic clock) of the last return."""
-
-    def take_again(self) -> bool:
-        """Prepare an idle mapping for its next user; False if it must be mapped anew."""
-
-    def put_down(self) -> None:
-        """Let the maker go on. Runs as a finalizer and never waits."""
-
-
-class Mappings:
+class Mappings(IdlePool["_RegionMapping | _SealedMapping"]):
     """The mappings of one reading process. Thread-safe."""
 
     def __init__(self, idle_s: float, max_idle_bytes: int) -> None:
         """Keep idle mappings for `idle_s` seconds, and at most so many bytes of them."""
-        self._max_idle_bytes = max_idle_bytes
-        self._lock = threading.Lock()  # guards _idle, _used_bytes and _trimmer
-        self._idle: list[Mapping] = []
-        """In the order of their return."""
-        self._used_bytes = 0
-        self._returned: collections.deque[Mapping] = collections.deque()
-        """Mappings that finalizers gave back. Deques are atomic."""
-        self._trimmer = Trimmer(self, idle_s, "raylane-mapped")
+        super().__init__(max_idle_bytes, idle_s, "raylane-mapped", MOST_IDLE)
 
     def take_region(self, path: str) -> Any:
         """Return the memory of a region, as `regions.make` returns it, locked until it is garbage; writes stay here.
@@ -82,76 +55,38 @@ class Mappings:
         """
         return self._take(key, lambda: _SealedMapping(path, nbytes, key))
 
-    def _take(self, key: Any, map_anew: Callable[[], Mapping]) -> Any:
-        with self._lock:
-            self._take_back()
-            mapping = next((idle for idle in self._idle if idle.key == key), None)
-            if mapping is not None:
-                self._idle.remove(mapping)
-            self._trimmer.start()  # here: a finalizer must not start threads
-        # Outside of the lock: both take as long as the memory is large.
+    def _take(self, key: Any, map_anew: Callable[[], _RegionMapping | _SealedMapping]) -> Any:
+        mapping = self.take_idle(lambda idle: bool(idle == key))
+        # Outside of the pool's lock: both take as long as the memory is large.
         if mapping is None or not mapping.take_again():
             mapping = map_anew()
-        with self._lock:
-            self._used_bytes += len(mapping.memory)
-        memory = (ctypes.c_char * len(mapping.memory)).from_buffer(mapping.memory)
+        self.lend(mapping)
+        memory = (ctypes.c_char * mapping.capacity).from_buffer(mapping.memory)
         # The finalizer holds the mapping. Not at exit: the system unmaps everything then.
-        finalize_here(memory, self._give_back, mapping).atexit = False
+        finalize_here(memory, self._put_down, mapping).atexit = False
         return memory
 
-    def _give_back(self, mapping: Mapping) -> None:
-        """Take back a mapping whose last array is garbage; runs as a finalizer and never waits."""
+    def _put_down(self, mapping: _RegionMapping | _SealedMapping) -> None:
         mapping.put_down()
-        mapping.idle_since = time.monotonic()
-        self._returned.append(mapping)
-
-    def _take_back(self) -> None:
-        """Add returned mappings to the idle ones, and drop the oldest above the limits. Call with the lock held."""
-        while self._returned:
-            self._idle.append(self._returned.popleft())
-            # Counted here, not by the finalizer, which must not wait for the lock.
-            self._used_bytes -= len(self._idle[-1].memory)
-        while len(self._idle) > MOST_IDLE or self._idle_bytes() > self._max_idle_bytes:
-            del self._idle[0]
-
-    def trim(self) -> float | None:
-        """Unmap what was idle for too long. Returns the seconds until the next look, None if nothing is idle."""
-        now = time.monotonic()
-        with self._lock:
-            self._take_back()
-            self._idle = [idle for idle in self._idle if idle.idle_since + self._trimmer.idle_s > now]
-            if self._idle:
-                return self._idle[0].idle_since + self._trimmer.idle_s - now
-            self._trimmer.ended()
-            return None
+        self.give_back(mapping)
 
     def stats(self) -> dict[str, int]:
         """Return the bytes that are in use (USED_BYTES), and those of idle mappings (IDLE_BYTES)."""
-        with self._lock:
-            self._take_back()
-            return {USED_BYTES: self._used_bytes, IDLE_BYTES: self._idle_bytes()}
-
-    def _idle_bytes(self) -> int:
-        return sum(len(idle.memory) for idle in self._idle)
-
-    def close(self) -> None:
-        """End the thread and drop idle mappings. Arrays stay valid."""
-        self._trimmer.close()
-        with self._lock:
-            self._take_back()
-            self._idle.clear()
+        self.reclaim()
+        return {USED_BYTES: self.used_bytes, IDLE_BYTES: self.idle_bytes}
 
 
 class _RegionMapping:
     """A private mapping of a region with a descriptor of its own, which carries the lock."""
 
-    __slots__ = ("_segment", "idle_since", "key", "memory")
+    __slots__ = ("_segment", "capacity", "idle_since", "key", "memory")
 
     def __init__(self, path: str) -> None:
         """Map and lock a region. OSError as `Segment.open`."""
         self.key = path
         self._segment = Segment.open(path, private=True, keep_fd=True)
         self.memory = self._segment.memory
+        self.capacity = len(self.memory)
         self.idle_since = 0.0
         self._lock_for_reading()
 
@@ -171,7 +106,7 @@ class _RegionMapping:
             raise AssertionError(f"{self.key} has a lock that excludes readers, which nobody takes")
 
     def put_down(self) -> None:
-        """Let the maker write."""
+        """Let the maker write. Runs as a finalizer and never waits."""
         assert self._segment.fd is not None
         lock(self._segment.fd, UNLOCK)
 
@@ -179,11 +114,12 @@ class _RegionMapping:
 class _SealedMapping:
     """A mapping of a segment to which nobody can write any more."""
 
-    __slots__ = ("idle_since", "key", "memory")
+    __slots__ = ("capacity", "idle_since", "key", "memory")
 
     def __init__(self, path: str, nbytes: int, key: Any) -> None:
         self.key = key
         self.memory = map_sealed(path, nbytes)
+        self.capacity = len(self.memory)
         self.idle_since = 0.0
 
     def take_again(self) -> bool:

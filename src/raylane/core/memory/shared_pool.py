@@ -12,21 +12,18 @@ Filling a new segment of 64 MiB takes 36 ms, filling one again 7 ms: page faults
 
 from __future__ import annotations
 
-import collections
 import ctypes
 import errno
 import math
 import os
-import threading
-import time
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
+from raylane.core.memory.idle_pool import IdlePool
 from raylane.core.memory.layout import blocks_in, segment_offsets, size_class
 from raylane.core.memory.locks import READ, UNLOCK, WRITE, lock
 from raylane.core.memory.segment import HEAD_BYTES, Segment, has_fixed_size, open_other
-from raylane.core.memory.trimmer import Trimmer
 
 _WASTE = 2
 """A segment is not used for less than this part of its size."""
@@ -35,13 +32,12 @@ _WASTE = 2
 class SharedSegment:
     """One segment, mapped in the process that fills it, and locked until `release_to_readers`."""
 
-    __slots__ = ("_segment", "capacity", "idle_since", "memory", "path")
+    __slots__ = ("_segment", "capacity", "idle_since", "key", "memory", "path")
 
     def __init__(self, capacity: int) -> None:
         """Create a segment. OSError if there is no descriptor or memory for it."""
-        self.capacity = capacity
+        self.key = self.capacity = capacity
         self.idle_since = 0.0
-        """Time (monotonic clock) of the last return to the pool."""
         self._segment = Segment.make(HEAD_BYTES + capacity)
         self.path = self._segment.path
         self.memory = (ctypes.c_char * capacity).from_buffer(self._segment.memory, HEAD_BYTES)
@@ -76,105 +72,32 @@ class SharedSegment:
         self._segment.close_fd()
 
 
-class SharedPool:
-    """Segments of one process that are filled again. Thread-safe.
-
-    Segments without a value that were not used for `idle_s` seconds are closed by a thread, which runs while there are
-    segments.
-    """
+class SharedPool(IdlePool[SharedSegment]):
+    """Segments of one process that are filled again, at most `max_idle_bytes` of them without a value. Thread-safe."""
 
     def __init__(self, max_idle_bytes: int, idle_s: float = math.inf) -> None:
-        """At most `max_idle_bytes` of segments without a value are kept."""
-        self._max_idle_bytes = max_idle_bytes
-        self._lock = threading.Lock()  # guards _idle, _nbytes and _trimmer
-        self._idle: list[SharedSegment] = []
-        """Segments without a value, in the order of their return."""
-        self._returned: collections.deque[SharedSegment] = collections.deque()
-        """Segments on their way into `_idle`. Deques are atomic."""
-        self._nbytes = 0
-        self._trimmer = Trimmer(self, idle_s, "raylane-shared")
+        super().__init__(max_idle_bytes, idle_s, "raylane-shared")
 
     def take(self, nbytes: int) -> SharedSegment:
-        """Return a locked segment of at least `nbytes`. OSError if there is no memory or descriptor for one."""
-        with self._lock:
-            self._take_back()
-            for segment in self._idle:
-                if nbytes <= segment.capacity <= _WASTE * size_class(nbytes) and segment.lock_again():
-                    self._idle.remove(segment)
-                    return segment
-            segment = SharedSegment(size_class(nbytes))
-            self._nbytes += segment.capacity
-            self._trimmer.start()
-            return segment
+        """Return a locked segment of at least `nbytes`. OSError if there is no memory or descriptor for one.
 
-    def give_back(self, segment: SharedSegment) -> None:
-        """Take back a segment whose value was freed; there may still be readers. For finalizers too: never waits."""
-        segment.idle_since = time.monotonic()
-        self._returned.append(segment)
-        # A finalizer may run in a thread that holds the lock.
-        if self._lock.acquire(blocking=False):
-            try:
-                self._take_back()
-            finally:
-                self._lock.release()
-
-    def _take_back(self) -> None:
-        """Add the returned segments to the idle ones. Call with the lock held."""
-        while self._returned:
-            self._idle.append(self._returned.popleft())
-            while sum(idle.capacity for idle in self._idle) > self._max_idle_bytes:
-                self._close(self._idle.pop(0))  # the one that was given back first
-
-    def drop(self, segment: SharedSegment) -> None:
-        """Close a segment that was taken. Its readers keep their mappings, which belong to them from now on."""
-        with self._lock:
-            self._close(segment)
-
-    def drop_idle(self, nbytes: int) -> None:
-        """Close idle segments, the oldest first, until this many bytes are free or none is left."""
-        with self._lock:
-            self._take_back()
-            while nbytes > 0 and self._idle:
-                nbytes -= self._idle[0].capacity
-                self._close(self._idle.pop(0))
-
-    def _close(self, segment: SharedSegment) -> None:
-        """Close a segment. Call with the lock held."""
-        self._nbytes -= segment.capacity
-        segment.close()
-
-    def trim(self) -> float | None:
-        """Close segments that were idle for too long. Returns the seconds until the next one is due.
-
-        Returns None, and forgets the thread, if there are no segments.
+        Give it back when its value was freed; there may still be readers.
         """
-        now, idle_s = time.monotonic(), self._trimmer.idle_s
-        with self._lock:
-            self._take_back()
-            while self._idle and self._idle[0].idle_since + idle_s <= now:
-                self._close(self._idle.pop(0))
-            if not self._nbytes:
-                self._trimmer.ended()
-                return None
-            return self._idle[0].idle_since + idle_s - now if self._idle else idle_s
+        capacity = size_class(nbytes)
+        segment = self.take_idle(lambda key: nbytes <= key <= _WASTE * capacity, SharedSegment.lock_again)
+        segment = segment or SharedSegment(capacity)
+        self.lend(segment)
+        return segment
+
+    def free(self, segment: SharedSegment) -> None:
+        """Close a segment. Its readers keep their mappings, which belong to them from now on."""
+        segment.close()
 
     @property
     def nbytes(self) -> int:
         """Size of all segments."""
-        with self._lock:
-            return self._nbytes
-
-    @property
-    def idle_bytes(self) -> int:
-        """Size of the segments without a value."""
-        with self._lock:
-            self._take_back()
-            return sum(idle.capacity for idle in self._idle)
-
-    def close(self) -> None:
-        """Close all idle segments and end the thread."""
-        self.drop_idle(self.idle_bytes)
-        self._trimmer.close()
+        self.reclaim()
+        return self.used_bytes + self.idle_bytes
 
 
 def map_shared(path: str, sizes: Sequence[int]) -> list[Any] | None:

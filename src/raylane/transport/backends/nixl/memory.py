@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from raylane.core.finalizing import hand_over
 from raylane.core.spans import Span
 from raylane.transport.backends.pieces import HOST, OwnedMemory
 
@@ -151,13 +152,7 @@ class Registrations:
 
     def _owner_died(self, key: int) -> None:
         """Drop the registrations of an owner; runs as a finalizer and never waits for this object's lock."""
-        self._finished.append(key)
-        # Python may run a finalizer at any allocation, even in a thread that holds the lock: waiting would deadlock.
-        if self._lock.acquire(blocking=False):
-            try:
-                self._drop_finished()
-            finally:
-                self._lock.release()
+        hand_over(key, self._finished, self._lock, self._drop_finished)
 
     def _drop_finished(self) -> None:
         while self._finished:
