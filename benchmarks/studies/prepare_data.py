@@ -1,6 +1,6 @@
 """Time of preparing conversations for training: raylane and TRL, with one process and with two.
 
-    python benchmarks/prepare_data.py --rows 1000000
+    python benchmarks/studies/prepare_data.py --rows 1000000
 
 Writes short conversations of random words, and lets each contender tokenise them with a mask of the assistant's tokens,
 in a process of its own, from the JSON Lines file to what training reads. TRL gets the same tokenizer, whose template

@@ -235,12 +235,12 @@ def test_result_is_completed_once_and_lets_go_of_its_source() -> None:
     gone = weakref.ref(source)
     result = Answer(source, 7, 2, [None], True)
     assert (result.number, result._messages_left, result._values, result._wakes_asyncio) == (7, 2, [None], True)
-    assert (result.is_done(), result._value, result._error, result.leaf_errors) == (False, None, None, ())
+    assert (result._is_done(), result._value, result._error, result.leaf_errors) == (False, None, None, ())
     assert result._source is source
     del source
     result.complete([result], None)  # a cycle
     assert gone() is None
-    assert result.is_done()
+    assert result._is_done()
     assert result._value == [result]
     other = Answer(None, 0, 1, [], False)
     other._waiting = [1]
@@ -263,7 +263,7 @@ def test_executions_end_in_their_order() -> None:
     assert [executions.find(number) for number in (-1, 0, 3, 4)] == [None, results[0], results[3], None]
     assert executions.settle(results[0], 1) is False
     assert executions.settle(results[0], 1) is True
-    assert (results[0]._value, results[0]._values, results[0].is_done()) == ("value", None, True)
+    assert (results[0]._value, results[0]._values, results[0]._is_done()) == ("value", None, True)
     assert executions.find(0) is None
     assert executions.find(1) is results[1]
     results[1].complete(None, ValueError("failed early"))

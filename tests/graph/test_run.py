@@ -335,7 +335,7 @@ def test_get_returns_at_once_if_another_thread_has_read(workers: list[Any], grap
             return bool(doorbell.wait(timeout_s))
 
     collector.doorbell = Watched()
-    assert collector.collect_until(lambda: next(looks, True) and result.is_done(), Deadline(None))
+    assert collector.collect_until(lambda: next(looks, True) and result._is_done(), Deadline(None))
     collector.doorbell = doorbell
     assert not begun
 

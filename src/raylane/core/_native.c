@@ -30,8 +30,8 @@
 
 enum { SLOT_HEADER_BYTES = 16, FLAGS_AT = 64, FLAGS = 256, SLEEPS_AT = 48, PAGE_BYTES = 4096, WAKE = 4, LOGGED = 32 };
 enum { VALUE = 0, NOTHING = 3, BYTES = 5, TEXT = 6 }; /* kinds of messages */
-enum { APART = 1 << 16 };                /* size from which a string or bytes are sent as they are */
-enum { DESCRIPTOR_BYTES = 1024 };              /* bytes of a slot that are kept free where a message has buffers */
+enum { APART = 1 << 16 };         /* size from which a string or bytes are sent as they are */
+enum { DESCRIPTOR_BYTES = 1024 }; /* bytes of a slot that are kept free where a message has buffers */
 
 static int64_t now_ns(void) {
     struct timespec at;
@@ -426,6 +426,8 @@ static PyObject *reader_read(SlotReader *self, PyObject *const *args, Py_ssize_t
     REQUIRE(self->doorbell);
     if (count != 3) return PyErr_Format(PyExc_TypeError, "read takes a list, an index and a function or None");
     if (args[0] != Py_None && !PyList_Check(args[0])) return PyErr_Format(PyExc_TypeError, "values are a list");
+    Py_ssize_t index = PyLong_AsSsize_t(args[1]);
+    if (PyErr_Occurred()) return NULL;
     if (sem_trywait(self->full)) Py_RETURN_NONE;
     Slot slot;
     if (take_slot(self, &slot)) return NULL;
@@ -433,9 +435,8 @@ static PyObject *reader_read(SlotReader *self, PyObject *const *args, Py_ssize_t
         return description(&slot);
     self->read_bytes += slot.size;
     if (args[0] != Py_None && slot.kind != NOTHING) {
-        Py_ssize_t index = PyLong_AsSsize_t(args[1]);
         if (args[2] != Py_None && call_without_result(args[2], NULL)) return NULL;
-        PyObject *value = PyErr_Occurred() ? NULL : value_of(self, &slot);
+        PyObject *value = value_of(self, &slot);
         if (!value || PyList_SetItem(args[0], index, value)) return NULL;
     }
     return PyLong_FromLong(slot.flags);
@@ -1103,7 +1104,7 @@ static PyObject *result_is_done(Result *self, PyObject *Py_UNUSED(ignored)) { re
 
 static PyMethodDef result_methods[] = {
     {"complete", (PyCFunction)(void (*)(void))result_complete, METH_FASTCALL, "Set the value or the error."},
-    {"is_done", (PyCFunction)result_is_done, METH_NOARGS, "Return True if the result has a value or an error."},
+    {"_is_done", (PyCFunction)result_is_done, METH_NOARGS, "Return True if the result has a value or an error."},
     {NULL, NULL, 0, NULL},
 };
 

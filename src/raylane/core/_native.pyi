@@ -206,7 +206,7 @@ class Result:
     ) -> None: ...
     def complete(self, value: Any, error: BaseException | None, /) -> None:
         """Set the value or the error, and call `wake` if coroutines wait. For the source only."""
-    def is_done(self) -> bool:
+    def _is_done(self) -> bool:
         """Return True if the result has a value or an error. Reads no messages."""
 
 class Recorder:

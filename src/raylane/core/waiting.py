@@ -3,8 +3,7 @@
 Waking a sleeping process takes 20-30 us on another CPU of a virtual machine; a yielding process continues at once. But
 the scheduler runs every other runnable process before a yielding one, so beside CPU-bound processes a yield may take a
 whole time slice (4 ms). `Patience` decides from the waits of the recent past for how long to yield first; a `Doorbell`
-(`native`) waits accordingly and reports back. Compared with spinning, fixed yields, pinning and pure blocking in
-docs/design/graphs.md.
+(`native`) waits accordingly and reports back.
 """
 
 from __future__ import annotations

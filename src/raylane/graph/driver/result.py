@@ -43,7 +43,7 @@ class GraphResult(native.Result):
         """Return True if `get` would return, or raise, at once. Does not wait."""
         source = self._source
         if source is not None:
-            source.collect_until(self.is_done, Deadline(0))
+            source.collect_until(self._is_done, Deadline(0))
         return self._done
 
     def get(self, timeout: float | None = None) -> Any:
@@ -61,7 +61,7 @@ class GraphResult(native.Result):
         source = self._source
         if source is not None:
             limit = source.timeout_s if timeout is None else timeout
-            if not source.collect_until(self.is_done, Deadline(limit)):
+            if not source.collect_until(self._is_done, Deadline(limit)):
                 raise GraphTimeoutError(
                     f"execution {self.number} did not end within {limit} s: "
                     f"{source.describe_wait(self.number)}. Its result is not lost: call get again later",
@@ -78,7 +78,7 @@ class GraphResult(native.Result):
                 yield  # other coroutines and timers run
             source.glance(self)
         if not self._done and source is not None:
-            yield from self._wait(source, self.is_done)
+            yield from self._wait(source, self._is_done)
             if not self._done:
                 raise GraphTimeoutError(
                     f"execution {self.number} did not end within {source.timeout_s} s: "
