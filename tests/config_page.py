@@ -17,7 +17,7 @@ from pydantic_core import PydanticUndefined
 
 from raylane.nemo.keys import RENAMES, RULES
 from raylane.rl.config import GrpoRunConfig
-from raylane.sft.config.schema import RunConfig
+from raylane.sft.config.schema import SftRunConfig
 
 PAGES = Path(__file__).parents[1] / "docs" / "reference"
 HEADS = {
@@ -63,14 +63,14 @@ Rows = dict[str, str]
 
 def reference_markdown(page: str) -> str:
     """Return a whole page, by its key in HEADS."""
-    sft, grpo = _sections(RunConfig, ""), _sections(GrpoRunConfig, "")
+    sft, grpo = _sections(SftRunConfig, ""), _sections(GrpoRunConfig, "")
     common = {path: dict(rows.items() & grpo.get(path, {}).items()) for path, rows in sft.items()}
     sections = grpo if page == "grpo" else sft
     shown = {
         path: {key: row for key, row in rows.items() if (key in common.get(path, {})) == (page == "training")}
         for path, rows in sections.items()
     }
-    summaries = _summaries(GrpoRunConfig if page == "grpo" else RunConfig, "")
+    summaries = _summaries(GrpoRunConfig if page == "grpo" else SftRunConfig, "")
     lines = [HEADS[page]]
     for path, rows in shown.items():
         if rows:
@@ -108,7 +108,7 @@ def _summaries(model: type[BaseModel], path: str) -> Rows:
 def _in_order(model: type[BaseModel]) -> dict[str, FieldInfo]:
     """Return the fields of a section; those of its base class last."""
     own = [name for name in model.model_fields if name in vars(model)["__annotations__"]]
-    first = model.order if model in (RunConfig, GrpoRunConfig) else own  # type: ignore[attr-defined]
+    first = model.order if model in (SftRunConfig, GrpoRunConfig) else own  # type: ignore[attr-defined]
     return {name: model.model_fields[name] for name in dict.fromkeys([*first, *model.model_fields])}
 
 

@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.sft.workers import TimedWorker
 from raylane.sft.config.load import build_config
-from raylane.sft.config.schema import RunConfig
+from raylane.sft.config.schema import SftRunConfig
 from raylane.sft.data import order
 from raylane.sft.data.mixing import open_rows
 from raylane.sft.data.prepared import PreparedData
@@ -47,7 +47,7 @@ def write_conversations(path: Path, count: int) -> None:
             file.write(json.dumps({"messages": turns}) + "\n")
 
 
-def training_config(folder: Path, workers: int, *, pipeline: bool = False) -> RunConfig:
+def training_config(folder: Path, workers: int, *, pipeline: bool = False) -> SftRunConfig:
     """Return the configuration of a run on `folder`/train.jsonl: 2.6 million parameters, 4 rows of 256 tokens.
 
     With `pipeline` the workers divide the layers among them, and each row is a micro-batch.
@@ -81,7 +81,7 @@ class TrainWorker(TimedWorker):
         super().__init__()
         self.trained = SftWorker("cpu", num_threads)
 
-    def setup(self, config: RunConfig, prepared: PreparedData, total_steps: int) -> None:
+    def setup(self, config: SftRunConfig, prepared: PreparedData, total_steps: int) -> None:
         """Build model, optimizer and data."""
         self.trained.setup(config, prepared, total_steps)
 
@@ -120,7 +120,7 @@ class PlainTrainer(TimedWorker):
         super().__init__()
         torch.set_num_threads(num_threads)
 
-    def setup(self, config: RunConfig, prepared: PreparedData, total_steps: int) -> None:
+    def setup(self, config: SftRunConfig, prepared: PreparedData, total_steps: int) -> None:
         """Build the model, the optimizer and the rows."""
         from transformers import AutoModelForCausalLM
 

@@ -15,7 +15,7 @@ from raylane.nemo.dialect import NEMO_RL
 from raylane.nemo.keys import OTHERWISE, RENAMES, RULES, is_nemo_key, refusal
 from raylane.nemo.translate import Problem, translate
 from raylane.sft.config.load import load_config
-from raylane.sft.config.schema import RunConfig
+from raylane.sft.config.schema import SftRunConfig
 from raylane.training.config.keys import key_paths
 from raylane.training.config.overrides import read_yaml
 from sft.conversations import document
@@ -243,7 +243,7 @@ def test_old_data_set_by_name_is_one_problem_each() -> None:
 
 
 def test_tables_name_only_keys_that_the_schema_lacks() -> None:
-    known = set(key_paths(RunConfig))
+    known = set(key_paths(SftRunConfig))
     foreign = {*(rule.key for rule in RULES), *RENAMES, *OTHERWISE}
     assert not foreign & known
     assert set(RENAMES.values()) <= known

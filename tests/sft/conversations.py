@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from raylane.sft.config.load import build_config
-from raylane.sft.config.schema import RunConfig
+from raylane.sft.config.schema import SftRunConfig
 from raylane.sft.data.chat import ChatTokenizer
 from raylane.training.config.overrides import merge
 from raylane.training.config.policy import TokenizerConfig
@@ -82,5 +82,5 @@ def document(tmp_path: Path, **sections: Any) -> dict[str, Any]:
     return merge(base, sections)
 
 
-def config(tmp_path: Path, **sections: Any) -> RunConfig:
+def config(tmp_path: Path, **sections: Any) -> SftRunConfig:
     return build_config(document(tmp_path, **sections))

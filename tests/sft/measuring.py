@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from raylane.sft.config.schema import RunConfig
+from raylane.sft.config.schema import SftRunConfig
 from raylane.sft.data.prepare import prepare
 from raylane.training.model.hf_config import model_config, model_shape
 from raylane.training.parallel import mesh
@@ -42,7 +42,7 @@ MODEL = {
 """A model of 25 million parameters: 97 MiB of weights, 386 MiB with gradients and AdamW, 246 MiB of activations."""
 
 
-def configuration(folder: Path, world: int, rounds: int, changes: dict[str, Any]) -> RunConfig:
+def configuration(folder: Path, world: int, rounds: int, changes: dict[str, Any]) -> SftRunConfig:
     """Return the run with so many micro-batches on each worker."""
     config = tiny_run.config_of(folder, {**MODEL, "cluster.num_workers": world, **changes})
     rows = rounds * mesh.ParallelDims.of(config.policy.dtensor_cfg, config.cluster.num_workers).readers
@@ -51,14 +51,14 @@ def configuration(folder: Path, world: int, rounds: int, changes: dict[str, Any]
     )
 
 
-def planned(config: RunConfig) -> MemoryEstimate:
+def planned(config: SftRunConfig) -> MemoryEstimate:
     """Return the estimate of `raylane plan`."""
     prepared = prepare(config)
     hf_config = model_config(config.policy, prepared.vocab_size, prepared.pad_id, prepared.end_ids[0])
     return estimate_memory(config, model_shape(hf_config, config.policy.dtensor_cfg.lora_cfg))
 
 
-def measured(worker: Any, small: RunConfig, config: RunConfig) -> int:
+def measured(worker: Any, small: SftRunConfig, config: SftRunConfig) -> int:
     """Return the peak of the memory of a step of the run, in bytes; `small` is the same run with fewer layers."""
     warm_up(worker, small)
     before = resident(trim=True)
@@ -70,7 +70,7 @@ def measured(worker: Any, small: RunConfig, config: RunConfig) -> int:
     return peak() - before
 
 
-def warm_up(worker: Any, small: RunConfig) -> None:
+def warm_up(worker: Any, small: SftRunConfig) -> None:
     """Run a step of a small run and release its model."""
     return_freed_memory()
     setup(worker, small)
@@ -79,7 +79,7 @@ def warm_up(worker: Any, small: RunConfig) -> None:
     resident(trim=True)
 
 
-def setup(worker: Any, config: RunConfig) -> None:
+def setup(worker: Any, config: SftRunConfig) -> None:
     """Make the model of a run."""
     worker.setup(config, prepare(config), 8)
 

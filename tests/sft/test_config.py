@@ -13,7 +13,7 @@ from tests.config_page import HEADS, PAGES, reference_markdown
 
 from raylane.errors import ConfigError
 from raylane.sft.config.load import build_config, load_config
-from raylane.sft.config.schema import RunConfig
+from raylane.sft.config.schema import SftRunConfig
 from raylane.training.config.keys import key_paths
 from raylane.training.config.load import dump
 from raylane.training.run.policy import worker_options
@@ -117,7 +117,7 @@ def test_every_key_has_a_reason() -> None:
     page = (ROOT / "docs" / "reference" / "sft-keys.md").read_text()
     cells = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
     listed = [key for cell in cells for key in re.findall(r"`([\w.]+)`", cell)]
-    paths = set(key_paths(RunConfig))
+    paths = set(key_paths(SftRunConfig))
     sections = {path.rpartition(".")[0] for path in paths}
     assert sorted(listed) == sorted(paths - sections)
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from raylane.errors import ConfigError, DataError
-from raylane.sft.config.schema import RunConfig
+from raylane.sft.config.schema import SftRunConfig
 from raylane.sft.data.chat import ChatTokenizer, chatml_template
 from raylane.sft.data.encoding import fit
 from raylane.sft.data.mixing import open_rows
@@ -32,7 +32,7 @@ from sft.conversations import config, question, tokenizer, turn, write_jsonl
 LONG = question(99, num_words=400)
 
 
-def made(tmp_path: Path, lines: list[dict[str, Any]] | None = None, **sections: Any) -> RunConfig:
+def made(tmp_path: Path, lines: list[dict[str, Any]] | None = None, **sections: Any) -> SftRunConfig:
     write_jsonl(tmp_path / "train.jsonl", [question(seed) for seed in range(12)] if lines is None else lines)
     return config(tmp_path, **sections)
 
@@ -249,7 +249,7 @@ def test_every_count_that_means_a_loss_has_a_warning() -> None:
     counts = DataCounts(conversations=9, truncated=1, dropped=1, emptied=1, unsupervised=1, control_tokens=1, turns=2)
     counts.also_in_train = 1
     prepared = PreparedData(Path("t"), Path("d"), None, 1, 0, (2,), {"train": counts})
-    run = RunConfig.model_validate(
+    run = SftRunConfig.model_validate(
         {
             "policy": {"tokenizer": {"name": "t"}, "hf_config_overrides": {"model_type": "llama"}},
             "data": {"train": "x"},

@@ -12,7 +12,7 @@ import yaml
 
 from raylane.errors import ConfigError, DataError
 from raylane.sft.config.load import load_config
-from raylane.sft.config.schema import RunConfig
+from raylane.sft.config.schema import SftRunConfig
 from raylane.sft.data.chat import ChatTokenizer, chatml_template, runs, train_tokenizer
 from raylane.sft.data.mixing import open_rows
 from raylane.sft.data.order import batch_rows, steps_per_epoch, validation_batches
@@ -28,7 +28,7 @@ PLAIN = (
 )
 
 
-def made(tmp_path: Path, lines: list[dict[str, Any]], template: str | None = None, **sections: Any) -> RunConfig:
+def made(tmp_path: Path, lines: list[dict[str, Any]], template: str | None = None, **sections: Any) -> SftRunConfig:
     write_jsonl(tmp_path / "train.jsonl", lines)
     if template is not None:
         (tmp_path / "template.jinja").write_text(template)

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from tests.ranks import Ranks
 
-from raylane.sft.config.schema import RunConfig
+from raylane.sft.config.schema import SftRunConfig
 from raylane.sft.data.prepare import prepare
 from raylane.training.model.hf_config import model_config
 from sft import measuring, reference_loop, tiny_run
@@ -43,14 +43,14 @@ EACH_CHANGE = ("lora",)
 """Cases of `make test-all`; the others, of up to eight workers, are for `make test-matrix`."""
 
 
-def run_of(folder: Path, layers: int, world: int, settings: dict[str, Any]) -> RunConfig:
+def run_of(folder: Path, layers: int, world: int, settings: dict[str, Any]) -> SftRunConfig:
     shape = {**SIZES, HF + "num_hidden_layers": layers, "cluster.num_workers": world}
     # One micro-batch for each worker: each gathers all layers again.
     rows = {"policy.train_global_batch_size": world, "policy.train_micro_batch_size": 1, "sft.val_micro_batch_size": 1}
     return tiny_run.config_of(folder, {**shape, **rows, **FULL, **settings})
 
 
-def from_folder(config: RunConfig, model: Path, tokenizer: Path) -> RunConfig:
+def from_folder(config: SftRunConfig, model: Path, tokenizer: Path) -> SftRunConfig:
     """Return the same run with the weights of a folder."""
     changed = {"name": str(tokenizer), "train_vocab_size": None, "chat_template": None}
     names = config.policy.tokenizer.model_copy(update=changed)
@@ -82,7 +82,7 @@ def limited(allowed: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
-def trains(worker: Any, small: RunConfig, config: RunConfig, exported: Path | None, allowed: int) -> float:
+def trains(worker: Any, small: SftRunConfig, config: SftRunConfig, exported: Path | None, allowed: int) -> float:
     """Build a model, run a step and write the model under a limit; return the loss. Runs on every rank."""
     measuring.warm_up(worker, small)
     with limited(allowed):

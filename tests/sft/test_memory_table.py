@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from raylane.sft.config.schema import RunConfig
+from raylane.sft.config.schema import SftRunConfig
 from raylane.sft.data.prepare import prepare
 from raylane.sft.run.planning import plan_run, render
 from sft import tiny_run
@@ -63,7 +63,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
-def run_of(model: Path, gpus: int, settings: dict[str, Any]) -> RunConfig:
+def run_of(model: Path, gpus: int, settings: dict[str, Any]) -> SftRunConfig:
     cluster = {"cluster.num_workers": gpus, "cluster.gpus_per_node": 8, "cluster.num_nodes": gpus // 8}
     group = {"tensor_parallel_size", "pipeline_parallel_size"}
     readers = gpus

@@ -9,7 +9,7 @@ import pytest
 
 from raylane.errors import ConfigError
 from raylane.sft.config.load import load_config
-from raylane.sft.config.schema import RunConfig
+from raylane.sft.config.schema import SftRunConfig
 from raylane.training.config.keys import refuse_unknown
 from raylane.training.config.overrides import apply_overrides, merge, parse_override, read_yaml
 
@@ -20,7 +20,7 @@ BASE: dict[str, Any] = {
 
 
 def applied(*words: str) -> dict[str, Any]:
-    return apply_overrides(BASE, words, RunConfig)
+    return apply_overrides(BASE, words, SftRunConfig)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_unknown_override_suggests_the_nearest_key(word: str, meant: str) -> Non
 def test_every_unknown_key_of_a_file_is_named_with_the_nearest() -> None:
     wrong = {"sft": {"max_steps": 3}, "policy": {"optimizer": {"kwarg": {}}}, "dta": {}}
     with pytest.raises(ConfigError) as error:
-        refuse_unknown(wrong, RunConfig, "run.yaml")
+        refuse_unknown(wrong, SftRunConfig, "run.yaml")
     for words in ("run.yaml", "'sft.max_steps'", "sft.max_num_steps", "policy.optimizer.kwargs", "'dta'", "'data'"):
         assert words in str(error.value)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from raylane.errors import ConfigError, DataError
-from raylane.sft.config.schema import RunConfig
+from raylane.sft.config.schema import SftRunConfig
 from raylane.sft.run.planning import RowCount, make_plan, num_validations, plan_run, render
 from raylane.training.config.policy import DTensorConfig
 from raylane.training.model.hf_config import ModelShape, model_config, model_shape
@@ -189,7 +189,7 @@ def test_too_little_data_is_refused(tmp_path: Path) -> None:
         make_plan(config(tmp_path), SHAPE, RowCount(1, 1, 10, 5, 0.1), None)
 
 
-def real(tmp_path: Path, **sections: Any) -> RunConfig:
+def real(tmp_path: Path, **sections: Any) -> SftRunConfig:
     write_jsonl(tmp_path / "train.jsonl", [question(seed) for seed in range(20)])
     shape = {
         "model_type": "qwen3", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,

@@ -13,7 +13,7 @@ import torch
 from tests.sft import reference_loop
 
 from raylane.sft.config.load import build_config
-from raylane.sft.config.schema import RunConfig
+from raylane.sft.config.schema import SftRunConfig
 from raylane.sft.data.mixing import open_training_rows, rows_of_step
 from raylane.sft.data.prepare import prepare
 from raylane.sft.data.prepared import PreparedData
@@ -33,7 +33,7 @@ SIZES = {
 WORDS = ("red", "green", "blue", "stone", "river", "cloud", "apple", "north", "south", "early", "late", "one", "two")
 
 
-def reference_losses(config: RunConfig, prepared: PreparedData, steps: int) -> list[float]:
+def reference_losses(config: SftRunConfig, prepared: PreparedData, steps: int) -> list[float]:
     """Return the losses of a plain model that one process trains with the optimizer of the run."""
     holder: Any = torch.nn.Module()
     model = holder.causal_lm = reference_model(config, prepared)
@@ -62,7 +62,7 @@ def write_conversations(path: Path, count: int, seed: int) -> None:
             file.write(json.dumps({"messages": messages}) + "\n")
 
 
-def config_of(folder: Path, changes: Mapping[str, Any] | None = None) -> RunConfig:
+def config_of(folder: Path, changes: Mapping[str, Any] | None = None) -> SftRunConfig:
     """Return the configuration of the run in `folder`; `changes` by dotted key, e.g. {"cluster.num_workers": 2}."""
     document: dict[str, Any] = {
         "sft": {
@@ -112,14 +112,14 @@ def write_data(folder: Path) -> None:
     write_conversations(folder / "validation.jsonl", 21, seed=2)
 
 
-def global_batch(config: RunConfig, prepared: PreparedData, step: int = 0) -> BatchDict:
+def global_batch(config: SftRunConfig, prepared: PreparedData, step: int = 0) -> BatchDict:
     """Return all rows of a step, as the workers together read them."""
     source = open_training_rows(prepared, config)
     rows = rows_of_step(source, config, step)
     return BatchDict({name: torch.from_numpy(array) for name, array in source.rows(rows).items()})
 
 
-def reference_model(config: RunConfig, prepared: PreparedData) -> Any:
+def reference_model(config: SftRunConfig, prepared: PreparedData) -> Any:
     """Return a plain Hugging Face model with the initial weights of the run."""
     hf_config = model_config(config.policy, prepared.vocab_size, prepared.pad_id, prepared.end_ids[0])
     return reference_loop.new_model(hf_config, config.sft.seed)

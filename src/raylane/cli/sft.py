@@ -15,7 +15,7 @@ from raylane.cli.interrupt import announce_interrupt, exit_on_interrupt
 from raylane.cli.usage import config_problem, other_command
 
 if TYPE_CHECKING:
-    from raylane.sft.config.schema import RunConfig
+    from raylane.sft.config.schema import SftRunConfig
     from raylane.sft.config.starter import Starter
     from raylane.sft.run.trainer import RunResult
 
@@ -75,7 +75,7 @@ def check_config_word(command: str, path: str) -> None:
         raise ConfigError(problem)
 
 
-def load(args: argparse.Namespace) -> RunConfig:
+def load(args: argparse.Namespace) -> SftRunConfig:
     """Return the configuration that CONFIG, or a model and data in its place, and the overrides describe.
 
     Its log level is in effect then.
@@ -83,7 +83,7 @@ def load(args: argparse.Namespace) -> RunConfig:
     return read_command(args)[0]
 
 
-def read_command(args: argparse.Namespace) -> tuple[RunConfig, Starter | None]:
+def read_command(args: argparse.Namespace) -> tuple[SftRunConfig, Starter | None]:
     """Return the configuration as `load` does, and what to write when a model and data stand in place of CONFIG."""
     with exit_on_interrupt(args.command):
         from raylane.nemo.dialect import NEMO_RL
@@ -172,7 +172,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def print_configuration(config: RunConfig) -> None:
+def print_configuration(config: SftRunConfig) -> None:
     """Print the keys that differ from the defaults, as YAML."""
     import yaml
 
@@ -184,7 +184,7 @@ def print_configuration(config: RunConfig) -> None:
 SHOWN_DOCUMENTS = 8
 
 
-def print_first_batch(config: RunConfig) -> None:
+def print_first_batch(config: SftRunConfig) -> None:
     """Print documents of the first step, with the supervised text marked."""
     from raylane.sft.data import audit
     from raylane.sft.data.chat import ChatTokenizer

@@ -19,7 +19,7 @@ from raylane.errors import ConfigError
 from raylane.nemo import translate
 from raylane.nemo.keys import is_nemo_key, refusal
 from raylane.sft.config.load import build_config
-from raylane.sft.config.schema import RunConfig
+from raylane.sft.config.schema import SftRunConfig
 from raylane.sft.data.spans import can_be_searched, has_marks
 from raylane.training.config import keys, overrides
 from raylane.training.config.load import differences
@@ -81,14 +81,14 @@ def import_config(
 
     Raises ConfigError if the file cannot be read or an expression in it cannot be resolved.
     """
-    document = overrides.apply_overrides(overrides.read_yaml(Path(path)), words, RunConfig, is_nemo_key)
+    document = overrides.apply_overrides(overrides.read_yaml(Path(path)), words, SftRunConfig, is_nemo_key)
     translation = translate.read_document(document, str(path), with_their_defaults=True, names=names)
     plain = translation.document
     notes = [*translation.notes, *_without_megatron(plain)]
     to_do = [problem.text for problem in translation.problems if problem.must_set]
     refused = [problem for problem in translation.problems if not problem.must_set]
     # Keys that neither NeMo-RL (as far as the table goes) nor raylane has.
-    unknown = keys.unknown(plain, RunConfig, refusal)
+    unknown = keys.unknown(plain, SftRunConfig, refusal)
     for key in unknown:
         parent, _, name = key.rpartition(".")
         del (keys.value_at(plain, parent) if parent else plain)[name]
@@ -111,10 +111,10 @@ def import_config(
         build_config(plain, source=str(path))
     except ConfigError as error:
         to_do.append(str(error).removeprefix(f"{path}: "))
-    changed = differences(plain, RunConfig)
+    changed = differences(plain, SftRunConfig)
     changed.setdefault("data", {})["train"] = data["train"]
     return ImportedConfig(
-        {key: changed[key] for key in RunConfig.order if key in changed},
+        {key: changed[key] for key in SftRunConfig.order if key in changed},
         tuple(dict.fromkeys(to_do)),
         tuple(refused),
         tuple(notes),

@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 from raylane.errors import ConfigError
-from raylane.sft.config.schema import RunConfig
+from raylane.sft.config.schema import SftRunConfig
 from raylane.training.config.layout import batch_problems, layout_problems, listed
 
 
-def check_layout(config: RunConfig) -> None:
+def check_layout(config: SftRunConfig) -> None:
     """Raise one ConfigError that lists all values of the configuration that do not fit together."""
     problems = [*layout_problems(config), *validation_problems(config), *run_problems(config)]
     # All problems at once: a user who mends one by one starts the program as often.
@@ -21,7 +21,7 @@ def check_layout(config: RunConfig) -> None:
         raise ConfigError("; ".join(problems), problems=problems)
 
 
-def without_validation(config: RunConfig) -> tuple[RunConfig, str]:
+def without_validation(config: SftRunConfig) -> tuple[SftRunConfig, str]:
     """Return the configuration of a run whose data has nothing to validate on, and the sentence that tells the user.
 
     The settings of validation have no effect there. Other configurations are returned as they are, with an empty text.
@@ -39,12 +39,12 @@ def without_validation(config: RunConfig) -> tuple[RunConfig, str]:
     return config.model_copy(update=changes), f"nothing is validated: {text}. Set one of the two to validate"
 
 
-def room_for_prompts(config: RunConfig) -> int:
+def room_for_prompts(config: SftRunConfig) -> int:
     """Return the largest number of tokens in a prompt that leaves room for an answer of `sft.sample_tokens`."""
     return config.policy.max_total_sequence_length - config.sft.sample_tokens
 
 
-def validation_problems(config: RunConfig) -> list[str]:
+def validation_problems(config: SftRunConfig) -> list[str]:
     """Return the problem of a validation batch that does not divide into micro-batches for all workers."""
     sft = config.sft
     if not _validates(config):
@@ -52,11 +52,11 @@ def validation_problems(config: RunConfig) -> list[str]:
     return batch_problems(config, "sft.val_", sft.val_global_batch_size, sft.val_micro_batch_size)
 
 
-def _validates(config: RunConfig) -> bool:
+def _validates(config: SftRunConfig) -> bool:
     return config.sft.val_period > 0 or config.sft.val_at_start or config.sft.val_at_end
 
 
-def run_problems(config: RunConfig) -> list[str]:
+def run_problems(config: SftRunConfig) -> list[str]:
     """Return problems of the run as a whole: no end, validation without data, a metric that nothing measures."""
     sft, saving, validates = config.sft, config.checkpointing, _validates(config)
     # Losses that were not measured at the steps of the checkpoints cannot be compared.

@@ -172,7 +172,7 @@ class DataConfig(Section):
         return self.validation is not None or self.validation_fraction > 0
 
 
-class RunConfig(TrainingConfig):
+class SftRunConfig(TrainingConfig):
     """The complete configuration of a fine-tuning run."""
 
     loop_name: ClassVar[str] = "sft"

@@ -18,7 +18,7 @@ import yaml
 
 from raylane.errors import ConfigError
 from raylane.sft.config.load import build_config
-from raylane.sft.config.schema import RunConfig
+from raylane.sft.config.schema import SftRunConfig
 from raylane.training.config.load import Dialect, complete_document
 from raylane.training.config.overrides import apply_overrides
 from raylane.training.run.places import HUB, hub_model
@@ -84,10 +84,10 @@ class Starter:
     dialect: Dialect | None = None
     """Keys of another program that the options may have."""
 
-    def config(self) -> RunConfig:
+    def config(self) -> SftRunConfig:
         """Return the configuration, checked as that of a file; ConfigError as `load_config`."""
         source = str(self.path)
-        return build_config(complete_document(self.document, source, RunConfig, (), self.dialect), source)
+        return build_config(complete_document(self.document, source, SftRunConfig, (), self.dialect), source)
 
     def text(self) -> str:
         """Return the text of the file."""
@@ -131,7 +131,7 @@ def starter(model: str, words: Sequence[str], gpus: int, dialect: Dialect | None
     document = starter_document(model, config, data, str(folder), gpus)
     options = [word for word in words if is_override(word)]
     is_foreign = (lambda path: False) if dialect is None else dialect.has
-    return Starter(folder / "run.yaml", apply_overrides(document, options, RunConfig, is_foreign), dialect)
+    return Starter(folder / "run.yaml", apply_overrides(document, options, SftRunConfig, is_foreign), dialect)
 
 
 def refusal(text: str, document: Mapping[str, Any], has_run: bool) -> str | None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from raylane.sft.config.schema import RunConfig
+from raylane.sft.config.schema import SftRunConfig
 from raylane.sft.data.chat import ChatTokenizer, runs
 from raylane.sft.data.places import place_of
 from raylane.sft.data.prepared import DataCounts, PreparedData
@@ -72,7 +72,7 @@ def sample(rows: RowSource, tokenizer: ChatTokenizer, style: Marks, documents: I
     return "\n".join(shown)
 
 
-def figures(name: str, counts: DataCounts, rows: RowSource, config: RunConfig) -> str:
+def figures(name: str, counts: DataCounts, rows: RowSource, config: SftRunConfig) -> str:
     """Return the statistics of one set as lines: contents, what was left out, and how full the rows are."""
     packing = config.policy.sequence_packing
     layout = packing.algorithm if packing.enabled else "one document a row"
@@ -104,7 +104,7 @@ def figures(name: str, counts: DataCounts, rows: RowSource, config: RunConfig) -
     return "\n".join([name, *(f"  {key:<14}{text}" for key, text in lines)])
 
 
-def report(prepared: PreparedData, config: RunConfig, sets: dict[str, RowSource]) -> str:
+def report(prepared: PreparedData, config: SftRunConfig, sets: dict[str, RowSource]) -> str:
     """Return the statistics of every set."""
     parts = [figures(name, prepared.report[name], rows, config) for name, rows in sets.items()]
     pairs = zip(config.data.train_sources, prepared.files, strict=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from raylane.sft.config.schema import RunConfig
+from raylane.sft.config.schema import SftRunConfig
 from raylane.sft.data import order
 from raylane.sft.data.packing import Algorithm, Packs, pack_documents
 from raylane.sft.data.prepared import PreparedData
@@ -57,7 +57,7 @@ def _packing_algorithm(policy: PolicyConfig) -> Algorithm:
     return policy.sequence_packing.algorithm if policy.sequence_packing.enabled else "none"
 
 
-def open_training_rows(prepared: PreparedData, config: RunConfig) -> RowSource:
+def open_training_rows(prepared: PreparedData, config: SftRunConfig) -> RowSource:
     """Return the rows of the training data, with the weights of its files; DataError if a weight uses no row."""
     policy, weights = config.policy, config.data.train_weights
     if set(weights) == {1.0}:
@@ -69,12 +69,12 @@ def open_training_rows(prepared: PreparedData, config: RunConfig) -> RowSource:
     return RowSource(cache, packs, length, prepared.pad_id, WeightedFiles(counts, weights), prepared.places)
 
 
-def documents_of_step(rows: RowSource, config: RunConfig, step: int) -> list[int]:
+def documents_of_step(rows: RowSource, config: SftRunConfig, step: int) -> list[int]:
     """Return the documents in the rows of a step's global batch, row by row."""
     return [document for row in rows_of_step(rows, config, step) for document in rows.packs[row]]
 
 
-def rows_of_step(rows: RowSource, config: RunConfig, step: int) -> np.ndarray:
+def rows_of_step(rows: RowSource, config: SftRunConfig, step: int) -> np.ndarray:
     """Return the indices of the rows of a step's global batch, int64 [rows], in the order in which workers take them.
 
     Each reader takes as many successive rows as the others. Rows that are not packed are dealt by length: then the

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from raylane.errors import ConfigError, DataError
-from raylane.sft.config.schema import RunConfig
+from raylane.sft.config.schema import SftRunConfig
 from raylane.sft.data import sources
 from raylane.sft.data.chat import ChatTokenizer
 from raylane.sft.data.encoding import COUNTS, RowEncoder, prompt_text, reader_of
@@ -48,7 +48,7 @@ _SHOWN_PROBLEMS = 3
 """Skipped rows whose problem is told; the others are counted."""
 
 
-def prepare(config: RunConfig) -> PreparedData:
+def prepare(config: SftRunConfig) -> PreparedData:
     """Return the tokenised data of a run, from the cache or newly made. Waits for files only; a second call is fast.
 
     Writes below `data.cache_dir`. Raises DataError (data, chat template or mask cannot be used) or ConfigError (a path
@@ -76,7 +76,7 @@ def prepare(config: RunConfig) -> PreparedData:
     return prepared
 
 
-def _cache_key(config: RunConfig, content: str) -> str:
+def _cache_key(config: SftRunConfig, content: str) -> str:
     """Return a hash that changes whenever the documents could change: data, tokenizer, template, length, versions."""
     import tokenizers
     import transformers
@@ -112,14 +112,14 @@ def _cache_key(config: RunConfig, content: str) -> str:
     return hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _tokenizer_folder(config: RunConfig) -> str | None:
+def _tokenizer_folder(config: SftRunConfig) -> str | None:
     """Return the folder that the tokenizer is loaded from; None if it is trained on the data."""
     if config.policy.tokenizer.train_vocab_size is not None:
         return None
     return config.policy.tokenizer.name or config.policy.model_name
 
 
-def _build(config: RunConfig, folder: Path, content: str) -> None:
+def _build(config: SftRunConfig, folder: Path, content: str) -> None:
     """Fill the cache folder; `content` is the digest of the data that its name was made from."""
     with storage.filled_beside(folder) as draft:
         prepared = _fill(config, draft, folder)
@@ -133,7 +133,7 @@ def _build(config: RunConfig, folder: Path, content: str) -> None:
         (draft / "prepared.json").write_bytes(PREPARED.dump_json(prepared, indent=2))
 
 
-def _fill(config: RunConfig, draft: Path, folder: Path) -> PreparedData:
+def _fill(config: SftRunConfig, draft: Path, folder: Path) -> PreparedData:
     """Write tokenizer and token caches into `draft`; return the result with paths in `folder`, its later name."""
     with _quiet_library(), tempfile.TemporaryDirectory(dir=draft, prefix="reading-") as name:
         reading = Path(name)
@@ -182,7 +182,7 @@ def _quiet_library() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-def _tokenizer(config: RunConfig, train: Sequence[RowTable]) -> ChatTokenizer:
+def _tokenizer(config: SftRunConfig, train: Sequence[RowTable]) -> ChatTokenizer:
     settings = config.policy.tokenizer
     folder = _tokenizer_folder(config)
     if folder is not None:
@@ -244,7 +244,7 @@ class _EncodedSource:
 class _Sets:
     """Tokenisation of the sets of a run, and their statistics."""
 
-    def __init__(self, config: RunConfig, tokenizer: ChatTokenizer, folder: Path) -> None:
+    def __init__(self, config: SftRunConfig, tokenizer: ChatTokenizer, folder: Path) -> None:
         self._config, self._tokenizer, self._folder = config, tokenizer, folder
         self._encoded: dict[str, list[_EncodedSource]] = {"train": [], "validation": []}
         """Sources by the set that they are given for."""

@@ -13,7 +13,7 @@ from typing import Self
 from pydantic import TypeAdapter, ValidationError
 
 from raylane.errors import DataError
-from raylane.sft.config.schema import RunConfig
+from raylane.sft.config.schema import SftRunConfig
 from raylane.sft.data.places import FilePlace
 from raylane.training.config.keys import explain
 from raylane.training.vocabulary import Vocabulary
@@ -86,7 +86,7 @@ class PreparedData(Vocabulary):
 
 
 NOT_CONFIGURED = ("prepared", "train_weights")
-"""Keys of the configuration in a checkpoint that are not keys of `RunConfig`: hash of the data, weights of files."""
+"""Keys of the configuration in a checkpoint that are not keys of `SftRunConfig`: hash of the data, weights of files."""
 
 _SHOWN_KEYS = 10
 
@@ -105,7 +105,7 @@ def read_prepared(done: Path) -> PreparedData:
         raise DataError(f"{done} is damaged: {reason}. Delete {folder} and run again") from error
 
 
-def warnings(prepared: PreparedData, config: RunConfig) -> list[str]:
+def warnings(prepared: PreparedData, config: SftRunConfig) -> list[str]:
     """Return sentences about the data that a user should know before training. Pure."""
     limit = config.policy.max_total_sequence_length
     texts, named = [], set[str]()

@@ -9,7 +9,7 @@ import torch
 
 from raylane.errors import CheckpointError, ConfigError
 from raylane.sft.config.load import build_config
-from raylane.sft.config.schema import RunConfig
+from raylane.sft.config.schema import SftRunConfig
 from raylane.sft.data.prepared import NOT_CONFIGURED, read_prepared
 from raylane.training.checkpoint import folders
 from raylane.training.checkpoint.export import Companions, Form, export_state
@@ -36,7 +36,7 @@ def export_checkpoint(path: Place, out: Path, form: Form = "merged", dtype: torc
     return export_state(saved, out, config.policy, hf_config, companions, form)
 
 
-def _companions(saved: Saved, config: RunConfig, dtype: torch.dtype) -> tuple[Any, Companions]:
+def _companions(saved: Saved, config: SftRunConfig, dtype: torch.dtype) -> tuple[Any, Companions]:
     """Return transformers' configuration of the model, and its tokenizer with what belongs to it.
 
     They come from the run's token cache, or else from the checkpoint's own hf folder.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from raylane.errors import ConfigError
 from raylane.sft.config.layout import check_layout
-from raylane.sft.config.schema import RunConfig
+from raylane.sft.config.schema import SftRunConfig
 from raylane.sft.data.mixing import open_rows, open_training_rows
 from raylane.sft.data.order import steps_per_epoch, total_steps, validation_batches
 from raylane.sft.data.prepare import prepare
@@ -57,7 +57,7 @@ class RunPlan:
     validation: RowCount | None
 
 
-def plan_run(config: RunConfig) -> RunPlan:
+def plan_run(config: SftRunConfig) -> RunPlan:
     """Return the forecast of a run: prepare its data (or find it in the cache) and count the model's parameters."""
     # Before the data, whose preparation may take long.
     check_model_folder(config)
@@ -73,7 +73,7 @@ def plan_run(config: RunConfig) -> RunPlan:
     return make_plan(config, shape, count_training_rows(prepared, config), validation)
 
 
-def count_training_rows(prepared: PreparedData, config: RunConfig) -> RowCount:
+def count_training_rows(prepared: PreparedData, config: SftRunConfig) -> RowCount:
     """Return the size of one epoch of the training data: each file counts as often as its weight says."""
     rows = open_training_rows(prepared, config)
     files = list(zip(config.data.train_weights, prepared.files, strict=True))
@@ -84,7 +84,7 @@ def count_training_rows(prepared: PreparedData, config: RunConfig) -> RowCount:
     return RowCount(rows.num_rows, documents, tokens, supervised, rows.efficiency)
 
 
-def make_plan(config: RunConfig, shape: ModelShape, train: RowCount, validation: RowCount | None) -> RunPlan:
+def make_plan(config: SftRunConfig, shape: ModelShape, train: RowCount, validation: RowCount | None) -> RunPlan:
     """Return the forecast for data and a model of these sizes; ConfigError or DataError if the run is impossible."""
     check_layout(config)
     length = config.policy.max_total_sequence_length
@@ -121,7 +121,7 @@ def make_plan(config: RunConfig, shape: ModelShape, train: RowCount, validation:
     )
 
 
-def num_validations(config: RunConfig, steps: int) -> int:
+def num_validations(config: SftRunConfig, steps: int) -> int:
     """Return the number of validations in a run of `steps` steps; a validation at the end is counted once."""
     period = config.sft.val_period
     at = set(range(period, steps + 1, period)) if period else set()
@@ -130,7 +130,7 @@ def num_validations(config: RunConfig, steps: int) -> int:
     return len(at) + config.sft.val_at_start
 
 
-def num_saves(config: RunConfig, steps: int) -> int:
+def num_saves(config: SftRunConfig, steps: int) -> int:
     """Return the number of checkpoints in a run of `steps` steps."""
     if not config.checkpointing.enabled:
         return 0
@@ -138,7 +138,7 @@ def num_saves(config: RunConfig, steps: int) -> int:
     return len({*(range(period, steps + 1, period) if period else ()), steps})
 
 
-def training_flops(config: RunConfig, shape: ModelShape, positions: int) -> float:
+def training_flops(config: SftRunConfig, shape: ModelShape, positions: int) -> float:
     """Return the floating-point operations of training on `positions` positions.
 
     6 per parameter and token, and 12 L n_heads head_dim T for attention (PaLM, arXiv:2204.02311, appendix B).
@@ -154,7 +154,7 @@ def training_flops(config: RunConfig, shape: ModelShape, positions: int) -> floa
 # ------------------------------------------------------------------------------------------------------ as text
 
 
-def render(plan: RunPlan, config: RunConfig) -> str:
+def render(plan: RunPlan, config: SftRunConfig) -> str:
     """Return the forecast as plain text, several lines."""
     policy, offloads = config.policy, config.policy.dtensor_cfg.cpu_offload
     batch = policy.train_global_batch_size
@@ -185,7 +185,7 @@ def render(plan: RunPlan, config: RunConfig) -> str:
     return "\n".join(f"{name:<11}{text}" for name, text in lines)
 
 
-def _mesh(plan: RunPlan, config: RunConfig) -> str:
+def _mesh(plan: RunPlan, config: SftRunConfig) -> str:
     dims = plan.dims
     world = dims.world
     kind = "HSDP" if dims.dp_replicate > 1 else "FSDP"
@@ -201,7 +201,7 @@ def _mesh(plan: RunPlan, config: RunConfig) -> str:
     return f"{sizes}: {workers}, {kind} over {over}{note}"
 
 
-def _model(plan: RunPlan, config: RunConfig) -> str:
+def _model(plan: RunPlan, config: SftRunConfig) -> str:
     source = "random weights" if config.policy.model_name is None else config.policy.model_name
     shape = plan.shape
     adapters = "" if shape.num_trained in (None, shape.num_parameters) else f" ({shape.num_trained:,} trained)"
@@ -211,7 +211,7 @@ def _model(plan: RunPlan, config: RunConfig) -> str:
     )
 
 
-def _set(count: RowCount, config: RunConfig) -> str:
+def _set(count: RowCount, config: SftRunConfig) -> str:
     length = config.policy.max_total_sequence_length
     return (
         f"{count.documents:,} documents, {count.tokens:,} tokens ({100 * count.supervised / count.tokens:.1f}% "
@@ -225,7 +225,7 @@ def _readers(dims: ParallelDims) -> str:
     return f"{counted(dims.readers, 'group')} of {dims.copies} workers"
 
 
-def _steps(plan: RunPlan, config: RunConfig) -> str:
+def _steps(plan: RunPlan, config: SftRunConfig) -> str:
     unused = f" (rows left over in each: {plan.unused_rows})" if plan.unused_rows else ""
     epochs = f"{plan.total_steps / plan.steps_per_epoch:.4g} epochs of {plan.steps_per_epoch:,}{unused}"
     schedule = config.policy.scheduler
@@ -233,7 +233,7 @@ def _steps(plan: RunPlan, config: RunConfig) -> str:
     return f"{plan.total_steps:,} = {epochs}; {schedule.warmup_steps} of warm-up{never}, then {schedule.name}"
 
 
-def _save(plan: RunPlan, config: RunConfig) -> str:
+def _save(plan: RunPlan, config: SftRunConfig) -> str:
     if not plan.saves:
         return "never"
     shape = plan.shape

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from raylane.sft.config.layout import room_for_prompts
-from raylane.sft.config.schema import RunConfig
+from raylane.sft.config.schema import SftRunConfig
 from raylane.sft.data.prepared import NOT_CONFIGURED, PreparedData
 from raylane.sft.data.rows import RowSource
 from raylane.sft.run.worker import SftWorker
@@ -21,7 +21,7 @@ from raylane.workers.batch import BatchDict
 from raylane.workers.future import GroupFuture
 
 
-class SftPolicy(Policy[RunConfig]):
+class SftPolicy(Policy[SftRunConfig]):
     """Workers that hold a model and fine-tune it; the constructor waits until they are ready."""
 
     more_keys_for_exact_resume: ClassVar[tuple[str, ...]] = (
@@ -33,7 +33,7 @@ class SftPolicy(Policy[RunConfig]):
         "data.group_by_length",
     )
 
-    def __init__(self, config: RunConfig, prepared: PreparedData, total_steps: int) -> None:
+    def __init__(self, config: SftRunConfig, prepared: PreparedData, total_steps: int) -> None:
         """Start the workers and build the model in them; `total_steps` determines the learning rate schedule."""
         self._data_key = prepared.train.parent.name
         """Hash of data, tokenizer and template, taken from the name of the cache folder."""

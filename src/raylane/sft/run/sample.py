@@ -19,7 +19,7 @@ import torch
 
 from raylane.errors import ConfigError
 from raylane.sft.config.layout import room_for_prompts
-from raylane.sft.config.schema import RunConfig
+from raylane.sft.config.schema import SftRunConfig
 from raylane.sft.data.chat import ChatTokenizer
 from raylane.sft.data.prepared import PreparedData
 from raylane.sft.data.rows import TokenCache
@@ -78,7 +78,7 @@ def answer(hf_dir: Path, prompt: np.ndarray, end_ids: tuple[int, ...], max_new_t
 class Prompts:
     """The questions of a run, tokenised with its chat template."""
 
-    def __init__(self, config: RunConfig, prepared: PreparedData) -> None:
+    def __init__(self, config: SftRunConfig, prepared: PreparedData) -> None:
         """Tokenise the questions; ConfigError if one of them leaves no room for an answer."""
         settings = config.policy.tokenizer
         self._texts = config.sft.sample_prompts

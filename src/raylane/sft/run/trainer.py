@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from raylane.errors import CheckpointError, StepNotFiniteError, WorkerLostError
-from raylane.sft.config.schema import RunConfig
+from raylane.sft.config.schema import SftRunConfig
 from raylane.sft.data import order
 from raylane.sft.data.mixing import documents_of_step, open_training_rows, rows_of_step
 from raylane.sft.data.places import place_of
@@ -76,7 +76,7 @@ class RunResult:
     """Page with plots of the run; None if it was not drawn."""
 
 
-def run(config: RunConfig) -> RunResult:
+def run(config: SftRunConfig) -> RunResult:
     """Train as configured, from the checkpoint that `checkpointing.resume` names; wait until the run ends.
 
     Connects to Ray if needed: to the cluster at `cluster.address` or in RAY_ADDRESS, otherwise to a new local Ray that
@@ -114,7 +114,7 @@ def _finished(saved: Saved, run_dir: Path) -> RunResult:
     )
 
 
-def resume_advice(config: RunConfig) -> str:
+def resume_advice(config: SftRunConfig) -> str:
     """Return a sentence that tells what the same command would do after this run. Reads the checkpoint folder."""
     settings = config.checkpointing
     try:
@@ -131,7 +131,7 @@ def resume_advice(config: RunConfig) -> str:
 
 
 def _run_locked(
-    config: RunConfig, prepared: PreparedData, rows: RowSource, total: int, resumed: Saved | None, log: MetricsLog
+    config: SftRunConfig, prepared: PreparedData, rows: RowSource, total: int, resumed: Saved | None, log: MetricsLog
 ) -> RunResult:
     """Train with the folders already locked; return the result after all workers have ended."""
     with ExitStack() as stack:
@@ -165,7 +165,7 @@ class Trainer:
 
     def __init__(
         self,
-        config: RunConfig,
+        config: SftRunConfig,
         policy: SftPolicy,
         rows: RowSource,
         log: MetricsLog,
@@ -414,7 +414,7 @@ _NAMED_LINES = 8
 """Number of lines of data files that an error names."""
 
 
-def with_rows(error: StepNotFiniteError, config: RunConfig, rows: RowSource) -> StepNotFiniteError:
+def with_rows(error: StepNotFiniteError, config: SftRunConfig, rows: RowSource) -> StepNotFiniteError:
     """Return the error of a step with the lines of the data files that are in its rows."""
     number = int(error.fields["step"]) - 1
     numbers = sorted({int(rows.cache.origin[document]) for document in documents_of_step(rows, config, number)})

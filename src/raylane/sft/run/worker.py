@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from raylane.sft.config.schema import RunConfig
+from raylane.sft.config.schema import SftRunConfig
 from raylane.sft.data import order
 from raylane.sft.data.mixing import open_rows, open_training_rows, rows_of_step
 from raylane.sft.data.prepared import PreparedData
@@ -26,7 +26,7 @@ from raylane.workers.batch import BatchDict
 
 
 @with_own_defaults_in_methods
-class SftWorker(TrainingWorker[RunConfig, PreparedData]):
+class SftWorker(TrainingWorker[SftRunConfig, PreparedData]):
     """Model, optimizer and data of one rank. After `setup` the training data are in the attribute `train_rows`."""
 
     def __init__(self, device_type: str = "cpu", num_threads: int = 1) -> None:
@@ -35,7 +35,7 @@ class SftWorker(TrainingWorker[RunConfig, PreparedData]):
         self._read_ahead: ReadAhead[BatchDict] | None = None
         """Reader of the next step's rows while the current step computes; None before `setup`."""
 
-    def setup(self, config: RunConfig, vocabulary: PreparedData, total_steps: int) -> dict[str, Any]:
+    def setup(self, config: SftRunConfig, vocabulary: PreparedData, total_steps: int) -> dict[str, Any]:
         """Build model, optimizer and data, and check that packing keeps documents apart. Replaces an earlier setup.
 
         Returns the facts of `TrainingWorker.setup`, and the number of training rows.

@@ -1,7 +1,7 @@
 """Schema of the sections that every training run has: checkpoints, metrics, workers, and the settings of its loop.
 
 One frozen, typed tree, and the only place with default values. `TrainingConfig` is the base of the configuration of
-each kind of training (`raylane.sft.config.schema.RunConfig`). Key names follow NeMo-RL wherever the meaning is the
+each kind of training (`raylane.sft.config.schema.SftRunConfig`). Key names follow NeMo-RL wherever the meaning is the
 same, so that its command lines and files mostly work unchanged; descriptions name the NeMo-RL key where names differ.
 `load` builds the tree from a YAML file and command-line overrides; `layout` checks values against each other. All of
 `raylane.training` reads the tree and nothing writes to it. Neither this module nor `policy` (the section `policy`)
