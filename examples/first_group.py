@@ -22,5 +22,5 @@ axes = NamedSharding.of(data=2)  # one axis named "data", with two ranks
 batch = BatchDict({"rows": torch.arange(8)})
 
 with WorkerGroup(Summer, axes, init_kwargs={"scale": 10}, options=WorkerOptions(num_cpus=1)) as group:
-    future = group.run_all_workers_sharded_data("total", in_sharded_axes=["data"], data=batch.shard(2))
-    print(group.get_all_worker_results(future, timeout_s=60))
+    future = group.call("total", shard=["data"], data=batch.shard(2))
+    print(future.results(timeout_s=60))

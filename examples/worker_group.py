@@ -38,15 +38,15 @@ def main() -> list[str]:
     options = WorkerOptions(num_cpus=0.5, env_vars={"OMP_NUM_THREADS": "1"})
     batch = BatchDict({"ids": torch.arange(8)})
     with WorkerGroup(Summer, axes, init_kwargs={"scale": 10}, options=options) as group:
-        future = group.run_all_workers_sharded_data(  # returns at once
+        future = group.call(  # returns at once
             "total",
-            in_sharded_axes=["data"],  # each data coordinate gets another entry of the list `data`
-            replicate_on_axes=["copy"],  # both copies get the same entry
-            output_is_replicated=["copy"],  # only copy 0 sends its result back
-            common_kwargs={"note": "rows"},
+            shard=["data"],  # each data coordinate gets another entry of the list `data`
+            replicate=["copy"],  # both copies get the same entry
+            one_result=["copy"],  # only copy 0 sends its result back
+            common={"note": "rows"},
             data=batch.shard(2),
         )
-        results: list[str] = group.get_all_worker_results(future, timeout_s=60)
+        results: list[str] = future.results(timeout_s=60)
         group.shutdown(cleanup_method="leave")
     return results
 

@@ -81,7 +81,7 @@ class Contender:
 
     def ask(self, method: str, *args: Any) -> list[Any]:
         """Call a method on all workers and return their results."""
-        return self.group.run_all_workers_single_data(method, *args).results(TIMEOUT_S)
+        return self.group.call(method, *args).results(TIMEOUT_S)
 
     def open(self, case: Case) -> None:
         """Prepare the calls of a case."""
@@ -97,14 +97,12 @@ class Contender:
         """Send step `number`."""
         if not self.parts:
             # Replicated on the axis of the output, so that one worker returns its metrics, as `sft.run.policy` does it.
-            return self.group.run_all_workers_sharded_data(
-                "step", number, replicate_on_axes=AXES, output_is_replicated=AXES
-            )
-        return self.group.run_all_workers_sharded_data(
+            return self.group.call("step", number, replicate=AXES, one_result=AXES)
+        return self.group.call(
             "feed",
-            in_sharded_axes=AXES,
-            output_is_replicated=AXES,
-            common_kwargs={"number": number},
+            shard=AXES,
+            one_result=AXES,
+            common={"number": number},
             data=self.parts,
         )
 
@@ -173,9 +171,7 @@ class OverEdges(Compiled):
 
     def send(self, number: int) -> Any:
         passes = passes_of_step("1f1b", ParallelDims(pp=self.group.size), 1, ROWS)
-        return self.group.run_all_workers_sharded_data(
-            "begin", number, replicate_on_axes=AXES, output_is_replicated=AXES, passes=passes
-        )
+        return self.group.call("begin", number, replicate=AXES, one_result=AXES, passes=passes)
 
 
 class RayCompiled(Contender):

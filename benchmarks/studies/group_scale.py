@@ -21,7 +21,7 @@ import ray
 from benchmarks.studies import graph_scale
 from raylane.core.deadline import Deadline
 from raylane.workers.compiled import CallGraph
-from raylane.workers.dispatch import DispatchPlan, plan_sharded
+from raylane.workers.dispatch import DispatchPlan, plan_call
 from raylane.workers.future import RefCalls
 from raylane.workers.sharding import NamedSharding
 
@@ -70,7 +70,7 @@ def measure(call: Callable[[int], Any], count: int) -> Measured:
 
 def plan_of(workers: int) -> DispatchPlan:
     """Return the plan of a training step: the same arguments for all workers, the result of one."""
-    return plan_sharded(NamedSharding.of(data=workers), replicate_on_axes=["data"], output_is_replicated=["data"])
+    return plan_call(NamedSharding.of(data=workers), replicate=["data"], one_result=["data"])
 
 
 def measure_group(workers: int) -> dict[str, Measured]:

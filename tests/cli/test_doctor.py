@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from raylane.cli import doctor
 from raylane.cli.doctor import Finding, healthy, report
 from raylane.transport.backends.base import NO_DEVICE
 from raylane.transport.backends.registry import backends
@@ -31,6 +33,15 @@ def test_the_doctor_tries_everything_between_all_places(tmp_path: Path) -> None:
     assert "nixl" in done.stdout
     assert "run at niceness" not in done.stdout
     assert done.stdout.startswith("This machine")
+
+
+@pytest.mark.parametrize(("why_not", "status"), [("", 0), ("blocked", 1)])
+def test_status_of_the_command_says_whether_all_is_healthy(
+    monkeypatch: pytest.MonkeyPatch, why_not: str, status: int
+) -> None:
+    monkeypatch.setattr(doctor.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(doctor, "examine", lambda: ([Finding("a", "b", "tcp", why_not)], {}))
+    assert doctor.run(argparse.Namespace(json=None)) == status
 
 
 def test_one_pair_without_a_direct_way_is_unhealthy() -> None:

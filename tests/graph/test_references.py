@@ -185,7 +185,7 @@ def test_constructor_handle_keeps_its_actor_for_the_worker(ray_session: None, ev
     with CompiledWorkerGroup(Asking, 1, init_args=([target],), options=WorkerOptions(num_cpus=0.1)) as group:
         del target
         gc.collect()
-        assert group.run_all_workers_single_data("ask").results(60) == [1]
+        assert group.call("ask").results(60) == [1]
         with pytest.raises(TypeError, match=r"nothing was sent: an actor handle cannot travel in a graph"):
-            group.run_all_workers_single_data("echo", {"a": ray.remote(num_cpus=0)(Source).remote()}).results(60)
+            group.call("echo", {"a": ray.remote(num_cpus=0)(Source).remote()}).results(60)
     eventually(lambda: _dead(actor_id), 30)

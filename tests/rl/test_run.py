@@ -120,7 +120,7 @@ def test_dead_rank_goes_back_to_the_last_checkpoint(
 
     def kill(one: GrpoTrainer) -> None:
         group = one.policy.group
-        pids = group.get_all_worker_results(group.run_all_workers_single_data("process_id"))
+        pids = group.call("process_id").results()
         os.kill(pids[1], signal.SIGKILL)
 
     after_step(monkeypatch, 2, kill)

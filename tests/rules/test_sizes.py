@@ -18,17 +18,17 @@ LONG_FUNCTIONS: dict[str, str] = {}
 PACKAGE = ROOT / "src" / "raylane"
 BUDGETS = {
     "cli": 1048,
-    "core": 1882,
+    "core": 1807,
     "graph": 6677,
     "modules": 552,
-    "nemo": 926,
+    "nemo": 988,
     "rl": 2945,
     "sft": 3056,
     "testing": 206,
-    "training": 7569,
-    "transport": 7761,
+    "training": 7565,
+    "transport": 7757,
     "weights": 5139,
-    "workers": 1499,
+    "workers": 1473,
 }
 """Lines of code of each package, and of the modules beside them, without docstrings, comments and blank lines.
 

@@ -248,12 +248,12 @@ def test_export_that_fails_leaves_nothing_behind(fsdp2, tmp_path):
     with pytest.raises(ConfigError, match=r"kept holds files already\. Name a folder that does not exist"):
         fsdp2.policy.save_hf(tmp_path / "kept")
     fsdp2.policy.call("setup", *fsdp2.policy._setup)
-    fsdp2.policy.group.run_all_workers_single_data("use_copies", Unwritable()).results(60)
+    fsdp2.policy.group.call("use_copies", Unwritable()).results(60)
     fsdp2.policy.call("setup", *fsdp2.policy._setup)
     with pytest.raises(CheckpointError, match="no tokenizer"):
         fsdp2.policy.save_hf(tmp_path / "model")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["kept"]
-    fsdp2.policy.group.run_all_workers_single_data("use_copies", FolderCopies()).results(60)
+    fsdp2.policy.group.call("use_copies", FolderCopies()).results(60)
     fsdp2.policy.call("setup", *fsdp2.policy._setup)
     fsdp2.policy.save_hf(tmp_path / "model")
     assert (tmp_path / "model/model.safetensors.index.json").is_file()
@@ -315,8 +315,8 @@ def test_checkpoint_that_one_worker_cannot_read_is_not_damaged(fsdp2, monkeypatc
     fsdp2.again()
     saved = fsdp2.policy.save({})
     for name in ("optimizer.json", ".metadata"):
-        hidden = fsdp2.policy.group.run_single_worker_single_data("add_loss", 1, "hide", HideOnce(name))
-        fsdp2.policy.group.get_all_worker_results(hidden, 60)
+        hidden = fsdp2.policy.group.call("add_loss", "hide", HideOnce(name), ranks=[1])
+        hidden.results(60)
         with pytest.raises(CheckpointError, match=r"cannot be read by|can read") as caught:
             fsdp2.policy.load(saved.path)
         assert type(caught.value) is CheckpointError

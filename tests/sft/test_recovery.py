@@ -35,7 +35,7 @@ def kill_at(monkeypatch, steps, rank=1):
     def kill_then_read(self):
         if left and self._in_flight[0][0] == left[0]:
             left.pop(0)
-            pid = self.policy.group.run_single_worker_single_data("process_id", rank).results(60)[0]
+            pid = self.policy.group.call("process_id", ranks=[rank]).results(60)[0]
             # A step is under way when the worker dies: the signal stops it first.
             stop(pid)
             self._in_flight.append((self.done, self._send()))
@@ -79,7 +79,7 @@ def test_step_over_its_limit_names_the_setting(ray_session, folder):
     changes = {"cluster.num_workers": 1, "sft.step_timeout_s": 60}
     config = config_in(folder, "late", changes)
     with SftPolicy(config, tiny_run.prepared_in(folder), 4) as policy:
-        pid = policy.group.run_single_worker_single_data("process_id", 0).results(60)[0]
+        pid = policy.group.call("process_id", ranks=[0]).results(60)[0]
         policy._config = config_in(folder, "late", {**changes, "sft.step_timeout_s": 0.5})
         stop(pid)
         future = policy.train_step_nowait(0)

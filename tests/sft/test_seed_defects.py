@@ -57,7 +57,7 @@ def policy(ray_session, folder):
 
 def test_r1_every_sharded_axis_is_nested(group):
     nested = [[{"ids": torch.tensor([10 * r + s])} for s in range(2)] for r in range(2)]
-    assert group.run_all_workers_sharded_data("rows", nested, in_sharded_axes=["replica", "shard"]).results(60) == [
+    assert group.call("rows", nested, shard=["replica", "shard"]).results(60) == [
         [0],
         [1],
         [10],
@@ -67,26 +67,26 @@ def test_r1_every_sharded_axis_is_nested(group):
 
 def test_r2_axes_have_any_names_and_roles(group):
     parts = BatchDict({"ids": torch.arange(4)}).shard(2)
-    free = group.run_all_workers_sharded_data("rows", parts, in_sharded_axes=["shard"])
+    free = group.call("rows", parts, shard=["shard"], replicate=[])
     assert (free.called_ranks, free.results(60)) == ((0, 1), [[0, 1], [2, 3]])
-    same = group.run_all_workers_sharded_data("rows", parts, in_sharded_axes=["shard"], replicate_on_axes=["replica"])
+    same = group.call("rows", parts, shard=["shard"], replicate=["replica"])
     assert same.results(60) == [[0, 1], [2, 3], [0, 1], [2, 3]]
 
 
 def test_r3_a_call_of_one_worker_is_a_future_like_any(group):
-    future = group.run_single_worker_single_data("work", 3, "alone")
+    future = group.call("work", "alone", ranks=[3])
     assert isinstance(future, GroupFuture)
     assert (future.called_ranks, future.returning_ranks) == ((3,), (3,))
-    assert group.get_all_worker_results(future, 60) == [3]
+    assert future.results(60) == [3]
 
 
 def test_r4_missing_arguments_are_named_by_the_driver(group):
     with pytest.raises(TypeError, match=r"SeedWorker.both.*missing a required argument: 'mask'"):
-        group.run_all_workers_sharded_data("both", replicate_on_axes=["replica", "shard"], data=1)
+        group.call("both", replicate=["replica", "shard"], data=1)
 
 
 def test_r5_runtime_environment_reaches_the_actor(group):
-    assert group.run_all_workers_single_data("environment", "RAYLANE_TEST_COLOUR").results(60) == ["green"] * 4
+    assert group.call("environment", "RAYLANE_TEST_COLOUR").results(60) == ["green"] * 4
     with pytest.raises(TypeError, match="runtime_environment"):
         WorkerOptions(runtime_environment={"env_vars": {}})
 
@@ -101,7 +101,7 @@ def test_r6_no_internals_of_ray_in_groups_and_training():
 
 def test_r7_unknown_method_fails_on_the_driver(group):
     with pytest.raises(AttributeError, match="no public method 'wrok'; did you mean 'work'"):
-        group.run_all_workers_single_data("wrok")
+        group.call("wrok")
     assert "seconds: 'float' = 0.0" in str(inspect.signature(group.worker_class.work)), "signatures are inspectable"
 
 
@@ -186,19 +186,17 @@ def test_f1_any_method_runs_through_one_graph(policy):
 
 def test_f2_every_keyword_argument_is_sharded(group):
     parts = BatchDict({"ids": torch.arange(2)}).shard(2)
-    future = group.run_all_workers_sharded_data(
-        "both", in_sharded_axes=["shard"], common_kwargs={"scale": 3}, data=parts, mask=["left", "right"]
-    )
+    future = group.call("both", shard=["shard"], replicate=[], common={"scale": 3}, data=parts, mask=["left", "right"])
     assert future.results(60) == [([0], "left"), ([3], "right")]
 
 
 def test_f3_called_workers_are_ranks(group):
-    future = group.run_all_workers_sharded_data(
+    future = group.call(
         "rows",
         BatchDict({"ids": torch.arange(2)}).shard(2),
-        in_sharded_axes=["replica"],
-        replicate_on_axes=["shard"],
-        output_is_replicated=["shard"],
+        shard=["replica"],
+        replicate=["shard"],
+        one_result=["shard"],
     )
     assert (future.called_ranks, future.returning_ranks) == ((0, 1, 2, 3), (0, 2))
     assert future.results(60) == [[0], [1]]
@@ -207,24 +205,24 @@ def test_f3_called_workers_are_ranks(group):
 def test_f4_replicated_output_holds_for_every_axis(group):
     everyone = ["replica", "shard"]
     for axes, wanted in ((["replica"], [0, 1]), (["shard"], [0, 2]), (everyone, [0])):
-        future = group.run_all_workers_sharded_data("work", "x", replicate_on_axes=everyone, output_is_replicated=axes)
+        future = group.call("work", "x", replicate=everyone, one_result=axes)
         assert future.results(60) == wanted
-    with pytest.raises(ValueError, match="output_is_replicated: no axis 'tensor'"):
-        group.run_all_workers_sharded_data("work", "x", output_is_replicated=["tensor"])
+    with pytest.raises(ValueError, match="one_result: no axis 'tensor'"):
+        group.call("work", "x", one_result=["tensor"])
 
 
 def test_f5_failure_of_one_shard_fails_the_call_for_all(group):
-    failing = group.run_all_workers_single_data("raise_on", 2)
-    ahead = group.run_all_workers_single_data("work", "ahead")
+    failing = group.call("raise_on", 2)
+    ahead = group.call("work", "ahead")
     with pytest.raises(WorkerCallError, match="raised on rank 2"):
         failing.results(60)
     with pytest.raises(WorkerCallError, match="rank 2 refused work"):
         ahead.results(60)
-    assert group.run_all_workers_single_data("work", "later").results(60) == [0, 1, 2, 3]
+    assert group.call("work", "later").results(60) == [0, 1, 2, 3]
 
 
 def test_f6_late_result_is_not_lost(group, tmp_path):
-    future = group.run_all_workers_single_data("wait_for", str(tmp_path / "go"))
+    future = group.call("wait_for", str(tmp_path / "go"))
     with pytest.raises(WorkerCallError, match="Nothing is lost"):
         future.results(0.2)
     (tmp_path / "go").touch()
@@ -232,14 +230,11 @@ def test_f6_late_result_is_not_lost(group, tmp_path):
 
 
 def test_f7_training_evaluation_and_saving_share_a_thread(group):
-    sent = [
-        group.run_all_workers_sharded_data("work", name, replicate_on_axes=["replica", "shard"], seconds=0.02)
-        for name in ("f7 train", "f7 save")
-    ]
-    sent.append(group.run_single_worker_single_data("work", 1, "f7 evaluate"))
+    sent = [group.call("work", name, replicate=["replica", "shard"], seconds=0.02) for name in ("f7 train", "f7 save")]
+    sent.append(group.call("work", "f7 evaluate", ranks=[1]))
     for future in sent:
         future.results(60)
-    log = [call for call in group.run_all_workers_single_data("log_of_calls").results(60)[1] if "f7" in call[0]]
+    log = [call for call in group.call("log_of_calls").results(60)[1] if "f7" in call[0]]
     assert [name for name, *_ in log] == ["f7 train", "f7 save", "f7 evaluate"]
     assert len({thread for _, thread, *_ in log}) == 1
     assert log[0][3] <= log[1][2]

@@ -104,8 +104,8 @@ def test_interrupted_run_has_the_losses_of_an_unbroken_one(uninterrupted, folder
     def kill_after_step_13(self):
         read(self)
         if self.done == 13:
-            asked = self.policy.group.run_single_worker_single_data("process_id", 1)
-            os.kill(self.policy.group.get_all_worker_results(asked)[0], signal.SIGKILL)
+            asked = self.policy.group.call("process_id", ranks=[1])
+            os.kill(asked.results()[0], signal.SIGKILL)
 
     monkeypatch.setattr(trainer.Trainer, "_read_oldest", kill_after_step_13)
     told = r"rank 1 died.*The run has ended\. Run the same command again: it resumes from .*/step_10, after step 10"

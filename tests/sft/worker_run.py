@@ -40,15 +40,15 @@ class WorkerRun:
     def gradients(self, rows: int | None = 2) -> tuple[float, dict[str, torch.Tensor]]:
         """Return loss and gradients of the global batch of step 0."""
         parts, inner = self.batch().shard(self.policy._dims.readers), self.policy._dims.dp_shard
-        future = self.policy.group.run_all_workers_sharded_data(
+        future = self.policy.group.call(
             "gradients",
-            in_sharded_axes=DATA_AXES,
-            replicate_on_axes=COPY_AXES,
-            output_is_replicated=AXES,
-            common_kwargs={"micro_batch_size": rows},
+            shard=DATA_AXES,
+            replicate=COPY_AXES,
+            one_result=AXES,
+            common={"micro_batch_size": rows},
             data=[parts[i : i + inner] for i in range(0, len(parts), inner)],
         )
-        return self.policy.group.get_all_worker_results(future, 60)[0]
+        return future.results(60)[0]
 
     def losses(self, steps: range) -> list[float]:
         """Run steps and return their losses."""

@@ -49,7 +49,6 @@ REACHES_ABOVE = {
     "tests/transport/test_tracing.py": "cli",
     "tests/weights/test_readers.py": "cli",
     "tests/weights/test_weights.py": "cli",
-    "tests/workers/test_compiled.py": "nemo",
 }
 """Uppermost package of files that import a package above that of their folder; they run for it, too."""
 _OF_TRAINING = frozenset(

@@ -16,7 +16,6 @@ import torch
 from tests.process_tools import stop
 
 from raylane.errors import WorkerCallError, WorkerGroupError, WorkerLostError
-from raylane.nemo.executors import CompiledGraphExecutor, MultiDPCompiledGraphExecutor
 from raylane.workers.batch import BatchDict
 from raylane.workers.compiled import CompiledWorkerGroup
 from raylane.workers.group import STUCK_S, WorkerOptions
@@ -45,16 +44,14 @@ def group(ray_session):
 def test_calls_of_several_plans_run_in_one_order_without_overlap(group):
     """F7: training ran on one thread while saving ran on another."""
     sent = [
-        group.run_all_workers_sharded_data(
-            "work", "train", replicate_on_axes=BOTH, output_is_replicated=BOTH, seconds=0.05
-        ),
-        group.run_all_workers_single_data("work", "evaluate", seconds=0.02),
-        group.run_all_workers_multiple_data("work", ["save"] * 4),
-        group.run_all_workers_sharded_data("work", "train", replicate_on_axes=BOTH, output_is_replicated=BOTH),
-        group.run_single_worker_single_data("work", 0, "report"),
+        group.call("work", "train", replicate=BOTH, one_result=BOTH, seconds=0.05),
+        group.call("work", "evaluate", seconds=0.02),
+        group.call("work", "save"),
+        group.call("work", "train", replicate=BOTH, one_result=BOTH),
+        group.call("work", "report", ranks=[0]),
     ]
     assert [future.results(60) for future in sent] == [[0], [0, 1, 2, 3], [0, 1, 2, 3], [0], [0]]
-    for rank, log in enumerate(group.run_all_workers_single_data("log_of_calls").results(60)):
+    for rank, log in enumerate(group.call("log_of_calls").results(60)):
         names = [name for name, *_ in log]
         assert names == ["train", "evaluate", "save", "train", *["report"] * (rank == 0)]
         assert len({thread for _, thread, *_ in log}) == 1
@@ -62,8 +59,8 @@ def test_calls_of_several_plans_run_in_one_order_without_overlap(group):
 
 
 def test_constructor_and_methods_share_thread_and_settings(group):
-    everyone = group.run_all_workers_single_data("settings").results(60)
-    one = group.run_single_worker_single_data("settings", 3).results(60)
+    everyone = group.call("settings").results(60)
+    one = group.call("settings", ranks=[3]).results(60)
     assert {*everyone, *one} == {(True, True, False)}
 
 
@@ -74,35 +71,19 @@ def ticks_of(pid, thread):
 
 
 def test_idle_graphs_of_a_group_use_no_processor(group):
-    pids = group.run_all_workers_single_data("process_id").results(60)
-    threads = dict(zip(pids, group.run_all_workers_single_data("native_thread").results(60), strict=True))
+    pids = group.call("process_id").results(60)
+    threads = dict(zip(pids, group.call("native_thread").results(60), strict=True))
     before = sum(ticks_of(*one) for one in threads.items())
     time.sleep(1.0)  # the time over which use is measured
     used = sum(ticks_of(*one) for one in threads.items()) - before
     assert used <= 20, "four threads that wait by spinning would use 400 ticks, or all of two cores"
 
 
-def test_executors_run_one_shard_or_all(group):
-    """F3, F5: ranks were list positions, and each shard was a graph of its own."""
-    shard = CompiledGraphExecutor(group, 1)
-    future = shard.execute("work", "shard")
-    assert (future.called_ranks, future.returning_ranks, future.results(60)) == ((2, 3), (2,), [2])
-    every = MultiDPCompiledGraphExecutor(group)
-    batches = BatchDict({"ids": torch.arange(8)}).shard(every.shards)
-    future = every.execute("both", batches, mask=["m0", "m1"], common_kwargs={"scale": 2})
-    assert future.returning_ranks == (0, 2)
-    assert future.results(60) == [([0, 2, 4, 6], "m0"), ([8, 10, 12, 14], "m1")]
-    with pytest.raises(ValueError, match="no axis 'data'"):
-        CompiledGraphExecutor(group, 0, axis="data")
-    with pytest.raises(ValueError, match="axis 'data_parallel' has coordinates 0 to 1, got 2"):
-        CompiledGraphExecutor(group, 2)
-
-
 def test_next_batch_is_sent_while_a_call_runs(group, tmp_path):
     """F9: communication overlaps with computation."""
-    how = {"replicate_on_axes": BOTH, "output_is_replicated": BOTH}
-    running = group.run_all_workers_sharded_data("wait_for", str(tmp_path / "go"), **how)
-    following = group.run_all_workers_sharded_data("rows", {"ids": torch.arange(1 << 18)}, **how)
+    how = {"replicate": BOTH, "one_result": BOTH}
+    running = group.call("wait_for", str(tmp_path / "go"), **how)
+    following = group.call("rows", {"ids": torch.arange(1 << 18)}, **how)
     assert not running.done(), "the batch is in the shared memory of the workers; the call before still runs"
     (tmp_path / "go").touch()
     assert running.results(60) == [0]
@@ -111,9 +92,7 @@ def test_next_batch_is_sent_while_a_call_runs(group, tmp_path):
 
 def test_large_tensors_arrive_by_lease_and_results_stay_valid(group):
     batch = BatchDict({"ids": torch.arange(1 << 18)})
-    future = group.run_all_workers_sharded_data(
-        "rows", batch.shard(2), in_sharded_axes=BOTH[:1], replicate_on_axes=BOTH[1:], output_is_replicated=BOTH[1:]
-    )
+    future = group.call("rows", batch.shard(2), shard=BOTH[:1], replicate=BOTH[1:], one_result=BOTH[1:])
     first, second = future.results(60)
     assert first + second == list(range(1 << 18))
 
@@ -122,9 +101,9 @@ def test_call_may_take_longer_than_the_limit_of_graphs(cluster, tmp_path, monkey
     """F6: a step of more than ten seconds lost its result."""
     monkeypatch.setenv("RAYLANE_TIMEOUT_S", "3")
     with new_group(inflight=1) as group:
-        slow = group.run_all_workers_single_data("wait_for", str(tmp_path / "go"))
+        slow = group.call("wait_for", str(tmp_path / "go"))
         queued: list[object] = []
-        sender = threading.Thread(target=lambda: queued.append(group.run_all_workers_single_data("work", "next")))
+        sender = threading.Thread(target=lambda: queued.append(group.call("work", "next")))
         sender.start()  # waits for room in the graph, beyond its limit too
         with pytest.raises(WorkerCallError, match=r"ranks \[0, 1\] have not answered within 4 s. Nothing is lost"):
             slow.results(4)
@@ -139,9 +118,9 @@ def test_stopped_worker_is_waited_for(cluster, monkeypatch):
     """A debugger holds a worker for longer than any limit of graphs."""
     monkeypatch.setenv("RAYLANE_TIMEOUT_S", "2")
     with new_group() as group:
-        pid = group.run_all_workers_single_data("process_id").results(60)[1]
+        pid = group.call("process_id").results(60)[1]
         stop(pid)
-        future = group.run_all_workers_single_data("work", "held")
+        future = group.call("work", "held")
         with pytest.raises(WorkerCallError, match=r"ranks \[1\] have not answered"):
             future.results(3)
         os.kill(pid, signal.SIGCONT)
@@ -152,10 +131,10 @@ def test_stopped_worker_is_waited_for(cluster, monkeypatch):
 def test_rank_that_raises_fails_the_call_beside_a_collective(cluster):
     """Its peer waits in an all-reduce; later calls do not join it, and recover() starts all workers again."""
     with new_group() as group:
-        assert group.run_all_workers_single_data("reduce_or_raise", None).results(60) == [1.0, 1.0]
-        before = group.run_all_workers_single_data("process_id").results(60)
-        failed = group.run_all_workers_single_data("reduce_or_raise", 1)
-        ahead = group.run_all_workers_single_data("reduce_or_raise", None)
+        assert group.call("reduce_or_raise", None).results(60) == [1.0, 1.0]
+        before = group.call("process_id").results(60)
+        failed = group.call("reduce_or_raise", 1)
+        ahead = group.call("reduce_or_raise", None)
         with pytest.raises(
             WorkerCallError, match="reduce_or_raise raised on rank 1: ArithmeticError: rank 1 left"
         ) as told:
@@ -165,34 +144,34 @@ def test_rank_that_raises_fails_the_call_beside_a_collective(cluster):
             ahead.results(60)
         started = time.monotonic()
         with pytest.raises(WorkerGroupError, match=r"ranks \[0\] are still in .*Call recover\(\)"):
-            group.run_all_workers_single_data("work", "next")
+            group.call("work", "next")
         assert time.monotonic() - started < STUCK_S + 20, "bounded, not the ten minutes of the process group"
         group.recover()
-        after = group.run_all_workers_single_data("process_id").results(60)
+        after = group.call("process_id").results(60)
         assert not set(before) & set(after)
-        assert group.run_all_workers_single_data("reduce_or_raise", None).results(60) == [1.0, 1.0]
+        assert group.call("reduce_or_raise", None).results(60) == [1.0, 1.0]
         with pytest.raises(WorkerCallError):
             failed.results(60)
 
 
 def test_rank_that_raises_alone_leaves_the_group_usable(group):
     with pytest.raises(WorkerCallError, match=r"raised on rank 2: ArithmeticError: rank 2 cannot go on") as told:
-        group.run_all_workers_single_data("raise_on", 2).results(60)
+        group.call("raise_on", 2).results(60)
     assert told.value.fields == {"rank": 2, "call": "SeedWorker.raise_on"}
-    assert group.run_all_workers_single_data("raise_on", 9).results(60) == [0, 1, 2, 3]
+    assert group.call("raise_on", 9).results(60) == [0, 1, 2, 3]
 
 
 @pytest.mark.faults
 def test_killed_worker_is_noticed_and_the_group_recovers(cluster):
     with new_group() as group:
-        future = group.run_all_workers_single_data("die_on", 1)
+        future = group.call("die_on", 1)
         with pytest.raises(WorkerLostError, match=r"rank 1 died during SeedWorker.die_on") as lost:
             future.results(2)  # too late would be a WorkerCallError
         assert lost.value.fields["rank"] == 1
         with pytest.raises(WorkerLostError, match="rank 1"):
-            group.run_single_worker_single_data("work", 1, "x").results(60)
+            group.call("work", "x", ranks=[1]).results(60)
         group.recover()
-        assert group.run_all_workers_single_data("work", "again").results(60) == [0, 1]
+        assert group.call("work", "again").results(60) == [0, 1]
 
 
 def test_preferred_graphs_fall_back_loudly_once(cluster, caplog):
@@ -203,8 +182,8 @@ def test_preferred_graphs_fall_back_loudly_once(cluster, caplog):
     ):
         assert not group.compiled
         assert "cannot create the channels" in group.fallback_reason
-        assert group.run_all_workers_single_data("work", "a").results(60) == [0]
-        assert group.run_all_workers_single_data("work", "b").results(60) == [0]
+        assert group.call("work", "a").results(60) == [0]
+        assert group.call("work", "b").results(60) == [0]
     assert len([record for record in caplog.records if "calls are plain Ray calls" in record.getMessage()]) == 1
 
 
@@ -218,8 +197,8 @@ def test_required_graphs_that_cannot_be_used_end_the_start(cluster):
 def test_mode_off_uses_plain_calls(cluster):
     with new_group(1, mode="off") as group:
         assert not group.compiled
-        assert group.run_all_workers_single_data("work", "a").results(60) == [0]
-        assert group.run_all_workers_single_data("settings").results(60) == [(True, True, False)]
+        assert group.call("work", "a").results(60) == [0]
+        assert group.call("settings").results(60) == [(True, True, False)]
 
 
 def test_wrong_options_of_a_compiled_group_are_refused():

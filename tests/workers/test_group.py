@@ -54,13 +54,13 @@ def group(ray_session, kind):
 
 
 def results(group, future, timeout_s=30):
-    return group.get_all_worker_results(future, timeout_s)
+    return future.results(timeout_s)
 
 
 def test_runtime_environment_reaches_workers_only(group):
     """R5 and weak point c: the option was dropped; mutable defaults were filled with the driver's environment."""
     before = dict(os.environ)
-    seen = results(group, group.run_all_workers_single_data("environment", names=["RAYLANE_TEST_COLOUR"]))
+    seen = results(group, group.call("environment", names=["RAYLANE_TEST_COLOUR"]))
     assert seen == [{"RAYLANE_TEST_COLOUR": "green"}] * 4
     assert ENV == {"RAYLANE_TEST_COLOUR": "green"}
     assert dict(os.environ) == before
@@ -70,7 +70,7 @@ def test_runtime_environment_reaches_workers_only(group):
 
 def test_rank_variables_are_those_of_torchrun(group):
     names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"]
-    seen = results(group, group.run_all_workers_single_data("environment", names))
+    seen = results(group, group.call("environment", names))
     assert [entry["RANK"] for entry in seen] == ["0", "1", "2", "3"] == [entry["LOCAL_RANK"] for entry in seen]
     assert {(entry["WORLD_SIZE"], entry["LOCAL_WORLD_SIZE"], entry["NODE_RANK"]) for entry in seen} == {("4", "4", "0")}
     assert len({(entry["MASTER_ADDR"], entry["MASTER_PORT"]) for entry in seen}) == 1
@@ -84,7 +84,7 @@ def listening_addresses(port):
 
 
 def test_store_of_a_group_listens_on_the_node_address_alone(group):
-    env = results(group, group.run_single_worker_single_data("environment", 0, ["MASTER_ADDR", "MASTER_PORT"]))[0]
+    env = results(group, group.call("environment", ["MASTER_ADDR", "MASTER_PORT"], ranks=[0]))[0]
     address = socket.inet_aton(env["MASTER_ADDR"])[::-1].hex().upper()  # /proc/net/tcp: hex of the host's byte order
     assert listening_addresses(int(env["MASTER_PORT"])) == [address]
 
@@ -104,8 +104,8 @@ cluster.add_node(num_cpus=2, num_gpus=2)
 ray.init(address=cluster.address, log_to_driver=False, logging_level="error")
 for options in (WorkerOptions(num_gpus=1, placement_strategy="SPREAD"), WorkerOptions(num_gpus=1, workers_per_node=2)):
     with WorkerGroup(worker_classes.Recorder, 4, options=options) as group:
-        asked = group.run_all_workers_single_data("environment", ["NODE_RANK", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES"])
-        print(json.dumps([list(one.values()) for one in group.get_all_worker_results(asked, 60)]))
+        asked = group.call("environment", ["NODE_RANK", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES"])
+        print(json.dumps([list(one.values()) for one in asked.results(60)]))
 ray.shutdown()
 cluster.shutdown()
 """
@@ -131,33 +131,25 @@ def test_ranks_are_ordered_by_devices_within_their_node():
 
 
 def test_torch_distributed_joins_through_the_environment(group):
-    means = results(group, group.run_all_workers_multiple_data("mean_over_ranks", value=[1.0, 2.0, 3.0, 6.0]))
+    means = results(group, group.call("mean_over_ranks", shard=["dp", "tp"], value=[[1.0, 2.0], [3.0, 6.0]]))
     assert means == [3.0] * 4
-    results(group, group.run_all_workers_single_data("leave_process_group"))
+    results(group, group.call("leave_process_group"))
 
 
 def test_single_worker_and_all_workers_take_positional_arguments(group):
-    assert results(group, group.run_single_worker_single_data("echo", 2, "a", k=1)) == [(2, ("a",), {"k": 1})]
-    assert results(group, group.run_all_workers_single_data("echo", "a", k=1)) == [
-        (rank, ("a",), {"k": 1}) for rank in range(4)
-    ]
-    only = group.run_all_workers_single_data("echo", run_rank_0_only_axes=["tp"])
+    assert results(group, group.call("echo", "a", k=1, ranks=[2])) == [(2, ("a",), {"k": 1})]
+    assert results(group, group.call("echo", "a", k=1)) == [(rank, ("a",), {"k": 1}) for rank in range(4)]
+    only = group.call("echo", replicate=["dp"])
     assert [result[0] for result in results(group, only)] == [0, 2]
+    assert [result[0] for result in results(group, group.call("echo", ranks=[3, 0, 3]))] == [0, 3]
     with pytest.raises(ValueError, match="rank 4 is not in this layout"):
-        group.run_single_worker_single_data("echo", 4)
-
-
-def test_multiple_data_gives_one_entry_to_each_called_worker(group):
-    future = group.run_all_workers_multiple_data(
-        "echo", ["x", "y"], run_rank_0_only_axes=["tp"], common_kwargs={"c": 7}, k=[10, 20]
-    )
-    assert results(group, future) == [(0, ("x",), {"k": 10, "c": 7}), (2, ("y",), {"k": 20, "c": 7})]
+        group.call("echo", ranks=[4])
 
 
 def test_every_argument_is_sharded_along_every_listed_axis(group):
     """R1, F2: only the first axis, and only the argument called "data", were looked at."""
     nested = [[f"tp{t} dp{d}" for d in range(2)] for t in range(2)]
-    future = group.run_all_workers_sharded_data("echo", nested, in_sharded_axes=["tp", "dp"], other=nested)
+    future = group.call("echo", nested, shard=["tp", "dp"], other=nested)
     assert [result[1:] for result in results(group, future)] == [
         ((f"tp{t} dp{d}",), {"other": f"tp{t} dp{d}"}) for d in range(2) for t in range(2)
     ]
@@ -165,12 +157,12 @@ def test_every_argument_is_sharded_along_every_listed_axis(group):
 
 def test_batches_are_sharded_replicated_and_returned_once(group):
     batch = BatchDict({"ids": torch.arange(8)})
-    future = group.run_all_workers_sharded_data(
+    future = group.call(
         "total",
-        in_sharded_axes=["dp"],
-        replicate_on_axes=["tp"],
-        output_is_replicated=["tp"],
-        common_kwargs={"scale": 10},
+        shard=["dp"],
+        replicate=["tp"],
+        one_result=["tp"],
+        common={"scale": 10},
         data=batch.shard(2),
     )
     assert future.called_ranks == (0, 1, 2, 3)
@@ -184,9 +176,7 @@ def test_shard_is_sent_once_for_all_its_workers(group, kind, monkeypatch):
     puts = []
     monkeypatch.setattr("raylane.workers.group.put", lambda value: puts.append(value) or raylane.put(value))
     batch = BatchDict({"ids": torch.arange(8)})
-    future = group.run_all_workers_sharded_data(
-        "total", batch.shard(2), in_sharded_axes=["dp"], replicate_on_axes=["tp"], common_kwargs={"scale": 2}
-    )
+    future = group.call("total", batch.shard(2), shard=["dp"], replicate=["tp"], common={"scale": 2})
     assert results(group, future) == [12, 12, 44, 44]
     if kind is WorkerGroup:
         assert len(puts) == 2
@@ -199,79 +189,77 @@ def test_shard_is_sent_once_for_all_its_workers(group, kind, monkeypatch):
 
 def test_a_reference_arrives_as_the_value_it_stands_for(group):
     ref = raylane.put(BatchDict({"ids": torch.arange(4)}))
-    assert results(group, group.run_all_workers_single_data("total", ref)) == [6] * 4
-    assert results(group, group.run_all_workers_single_data("total", data=ref, scale=ray.put(2))) == [12] * 4
+    assert results(group, group.call("total", ref)) == [6] * 4
+    assert results(group, group.call("total", data=ref, scale=ray.put(2))) == [12] * 4
 
 
 def test_free_axes_are_left_out_or_called_with_none(group):
     batch = BatchDict({"ids": torch.arange(8)})
-    left_out = group.run_all_workers_sharded_data("total", batch.shard(2), in_sharded_axes=["dp"])
+    left_out = group.call("total", batch.shard(2), shard=["dp"], replicate=[])
     assert left_out.called_ranks == (0, 2)
-    dummies = group.run_all_workers_sharded_data(
-        "total", batch.shard(2), in_sharded_axes=["dp"], make_dummy_calls_to_free_axes=True
-    )
+    dummies = group.call("total", batch.shard(2), shard=["dp"], replicate=[], call_free_axes=True)
     assert results(group, dummies) == [6, None, 22, None]
 
 
 def test_results_that_are_not_wanted_never_leave_their_worker(group):
     """The reference fetched every replica's result and filtered afterwards."""
     both = ["dp", "tp"]
-    future = group.run_all_workers_sharded_data("costly_result", replicate_on_axes=both, output_is_replicated=both)
+    future = group.call("costly_result", replicate=both, one_result=both)
     assert [result.rank for result in results(group, future)] == [0]
     with pytest.raises(WorkerCallError, match="was sent though nobody asked"):
-        results(group, group.run_all_workers_single_data("costly_result"))
+        results(group, group.call("costly_result"))
 
 
 def test_nothing_is_sent_when_arguments_are_wrong(group):
     """R4, R7."""
     with pytest.raises(AttributeError, match="did you mean 'total'"):
-        group.run_all_workers_single_data("totals")
+        group.call("totals")
     with pytest.raises(TypeError, match="missing a required argument: 'data'"):
-        group.run_all_workers_single_data("total")
+        group.call("total")
     with pytest.raises(TypeError, match=r"\['scale'\] are given both"):
-        group.run_all_workers_sharded_data("total", replicate_on_axes=["dp"], common_kwargs={"scale": 1}, scale=1)
+        group.call("total", replicate=["dp"], common={"scale": 1}, scale=1)
     with pytest.raises(ValueError, match=r"Recorder.total: data: expected 2 entries, one for each coordinate of 'dp'"):
-        group.run_all_workers_sharded_data("total", in_sharded_axes=["dp"], data=[1])
-    with pytest.raises(ValueError, match="output_is_replicated: no axis 'cp'"):
-        group.run_all_workers_sharded_data("total", output_is_replicated=["cp"], data=1)
-    with pytest.raises(TypeError, match="takes the GroupFuture of a run_"):
-        group.get_all_worker_results([])
+        group.call("total", shard=["dp"], data=[1])
+    with pytest.raises(ValueError, match="one_result: no axis 'cp'"):
+        group.call("total", one_result=["cp"], data=1)
+    with pytest.raises(ValueError, match=r"ranks must name at least one worker, got \[\]"):
+        group.call("total", data=1, ranks=[])
+    with pytest.raises(ValueError, match=r"ranks=\[0\] name the workers, so there is no argument about axes"):
+        group.call("total", data=1, ranks=[0], shard=["dp"])
 
 
 def test_worker_error_names_rank_and_the_group_continues(group):
     with pytest.raises(WorkerCallError, match=r"Recorder.fail raised on rank 2: KeyError: 'the reason'") as caught:
-        results(group, group.run_all_workers_single_data("fail", 2))
+        results(group, group.call("fail", 2))
     assert caught.value.fields == {"rank": 2, "call": "Recorder.fail"}
     assert 'raise KeyError("the reason")' in str(caught.value), "the remote traceback is in the message"
     assert isinstance(caught.value.__cause__, KeyError)
-    assert results(group, group.run_all_workers_single_data("fail", 9)) == [0, 1, 2, 3]
+    assert results(group, group.call("fail", 9)) == [0, 1, 2, 3]
 
 
 def test_exception_that_cannot_be_pickled_ends_no_worker(group):
     """Ray ends an actor whose exception raises while it is pickled; the group would call it dead."""
     told = r"Recorder.fail_oddly raised on rank \d: RuntimeError: .*Unsendable: odd \(which cannot be pickled: .*no way"
     with pytest.raises(WorkerCallError, match=told):
-        results(group, group.run_all_workers_single_data("fail_oddly"))
-    assert [one[0] for one in results(group, group.run_all_workers_single_data("echo"))] == [0, 1, 2, 3]
+        results(group, group.call("fail_oddly"))
+    assert [one[0] for one in results(group, group.call("echo"))] == [0, 1, 2, 3]
 
 
 def test_generator_that_is_returned_is_refused(group):
     """Ray would hand out its first item as the result, and drop the rest."""
     with pytest.raises(WorkerCallError, match="lazy_rows returned a generator; return a list instead"):
-        results(group, group.run_all_workers_single_data("lazy_rows"))
+        results(group, group.call("lazy_rows"))
 
 
 def test_argument_that_cannot_be_pickled_is_sent_to_nobody(group):
     """Sent to some, it would leave them waiting for the others in a collective."""
-    before = results(group, group.run_all_workers_single_data("calls"))
+    before = results(group, group.call("calls"))
     arguments = [[1, 2], [3, threading.Lock()]]
     with pytest.raises(TypeError, match="an argument cannot be pickled, so nothing was sent"):
-        group.run_all_workers_sharded_data("echo", arguments, in_sharded_axes=["dp", "tp"])
-    assert results(group, group.run_all_workers_single_data("calls")) == before
+        group.call("echo", arguments, shard=["dp", "tp"])
+    assert results(group, group.call("calls")) == before
     reference = ray.put(5)
-    nested = group.run_all_workers_sharded_data(
-        "echo", [reference, 7], in_sharded_axes=["dp"], replicate_on_axes=["tp"]
-    )
+    nested = group.call("echo", [reference, 7], shard=["dp"], replicate=["tp"])
     assert [one[1] for one in results(group, nested)] == [(5,), (5,), (7,), (7,)]
 
 
@@ -300,28 +288,28 @@ def test_a_late_answer_is_not_lost(ray_session, kind):
     """F6: a result that came after the timeout could not be fetched any more."""
     two_calls = {} if kind is CompiledWorkerGroup else {"max_concurrency": 2}
     with kind(Recorder, 1, options=WorkerOptions(**SMALL, **two_calls)) as group:
-        gate = group.run_single_worker_single_data("hang", 0)
+        gate = group.call("hang", ranks=[0])
         with pytest.raises(WorkerCallError, match=r"ranks \[0\] have not answered within 0.1 s") as caught:
-            group.get_all_worker_results(gate, timeout_s=0.1)
+            gate.results(timeout_s=0.1)
         assert caught.value.fields["ranks"] == [0]
         assert not gate.done()
         if two_calls:
-            assert results(group, group.run_all_workers_single_data("fail", 9)) == [0], "other calls run beside it"
+            assert results(group, group.call("fail", 9)) == [0], "other calls run beside it"
 
 
 @pytest.mark.faults
 def test_killed_worker_fails_every_pending_call(ray_session, kind):
     group = kind(Recorder, 3, options=WorkerOptions(**SMALL))
     try:
-        hanging = group.run_all_workers_single_data("die_or_hang", 1)
-        queued = group.run_all_workers_single_data("environment", [])
+        hanging = group.call("die_or_hang", 1)
+        queued = group.call("environment", [])
         with pytest.raises(WorkerLostError, match=r"rank 1 died during Recorder.die_or_hang") as caught:
-            group.get_all_worker_results(hanging, timeout_s=60)  # late would be a WorkerCallError
+            hanging.results(timeout_s=60)  # late would be a WorkerCallError
         assert caught.value.fields["rank"] == 1
         with pytest.raises(WorkerLostError, match="rank 1"):
-            group.get_all_worker_results(queued, timeout_s=60)
+            queued.results(timeout_s=60)
         with pytest.raises(WorkerLostError, match="rank 1"):
-            group.get_all_worker_results(group.run_single_worker_single_data("echo", 1), timeout_s=60)
+            group.call("echo", ranks=[1]).results(60)
     finally:
         assert group.shutdown(timeout_s=20)
 
@@ -331,14 +319,14 @@ def test_killed_worker_fails_every_pending_call(ray_session, kind):
 def test_a_worker_that_ray_started_again_is_empty_until_rebuilt(ray_session, kind):
     with kind(Recorder, 1, options=WorkerOptions(**SMALL, max_restarts=1)) as group:
         with pytest.raises(WorkerLostError):
-            results(group, group.run_all_workers_single_data("die", 0))
+            results(group, group.call("die", 0))
         message, deadline = "", time.monotonic() + 60
         while "rebuild_worker(0)" not in message and time.monotonic() < deadline:
             with pytest.raises(WorkerLostError) as caught:  # "unavailable" until the process is there again
-                results(group, group.run_all_workers_single_data("echo"))
+                results(group, group.call("echo"))
             message = str(caught.value)
         group.rebuild_worker(0, timeout_s=30)
-        assert results(group, group.run_all_workers_single_data("echo")) == [(0, (), {})]
+        assert results(group, group.call("echo")) == [(0, (), {})]
 
 
 @pytest.mark.slow
@@ -346,7 +334,7 @@ def test_shutdown_is_bounded_idempotent_and_leaves_nothing(ray_session, kind):
     before = placements()
     group = kind(Recorder, 2, options=WorkerOptions(**SMALL, name_prefix="ending"))
     assert ray.get_actor("ending-0")
-    group.run_all_workers_single_data("hang")
+    group.call("hang")
     assert not group.shutdown(timeout_s=4, cleanup_method="hang"), "it came back, though cleanup waits for ever"
     assert group.shutdown() is True
     assert repr(group) == f"{kind.__name__}(Recorder, worker=2, shut down)"
@@ -355,7 +343,7 @@ def test_shutdown_is_bounded_idempotent_and_leaves_nothing(ray_session, kind):
         with pytest.raises(ValueError, match="ending"):
             ray.get_actor(f"ending-{rank}")
     with pytest.raises(WorkerGroupError, match=r"cannot be called after shutdown\. Start a new group"):
-        group.run_all_workers_single_data("echo")
+        group.call("echo")
 
 
 def test_a_failing_constructor_is_told_and_leaves_nothing(ray_session, kind):

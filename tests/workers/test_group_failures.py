@@ -35,27 +35,27 @@ def impatient(monkeypatch):
 def test_failed_call_that_was_dropped_does_not_mix_with_the_next(cluster, impatient, kind):
     """Its peer still waits in an all-reduce, which the next call of the failed rank must not join."""
     with kind(SeedWorker, 2, options=SMALL) as workers:
-        assert workers.run_all_workers_single_data("reduce_or_raise", None).results(60) == [1.0, 1.0]
+        assert workers.call("reduce_or_raise", None).results(60) == [1.0, 1.0]
         with pytest.raises(WorkerCallError, match="rank 1 left the step"):
-            workers.get_all_worker_results(workers.run_all_workers_single_data("reduce_or_raise", 1), 60)
+            workers.call("reduce_or_raise", 1).results(60)
         gc.collect()
         with pytest.raises(WorkerGroupError, match="Call recover"):
-            workers.run_all_workers_single_data("reduce_or_raise", None).results(60)
+            workers.call("reduce_or_raise", None).results(60)
 
 
 @KINDS
 def test_old_failure_does_not_limit_long_calls(cluster, impatient, kind):
     with kind(SeedWorker, 2, options=SMALL) as workers:
         with pytest.raises(WorkerCallError):
-            workers.run_all_workers_single_data("raise_on", 0).results(60)
-        sent = [workers.run_all_workers_single_data("work", str(i), seconds=0.8) for i in range(3)]
+            workers.call("raise_on", 0).results(60)
+        sent = [workers.call("work", str(i), seconds=0.8) for i in range(3)]
         assert [future.results(60) for future in sent] == [[0, 1]] * 3
 
 
 @KINDS
 def test_shutdown_lets_a_running_call_end_before_the_cleanup(cluster, impatient, kind, tmp_path):
     workers = kind(SeedWorker, 1, options=SMALL)
-    workers.run_all_workers_single_data("work", "long", seconds=1.5)
+    workers.call("work", "long", seconds=1.5)
     assert workers.shutdown(40, cleanup_method="log_of_calls"), "the cleanup ran"
 
 
@@ -67,10 +67,10 @@ def test_recover_may_be_called_again_after_it_failed(cluster, kind, tmp_path):
         with pytest.raises(WorkerCallError, match="the file exists"):
             workers.recover()
         with pytest.raises(WorkerGroupError, match=r"could not be started again. Call recover\(\)"):
-            workers.run_all_workers_single_data("work", "x")
+            workers.call("work", "x")
         flag.unlink()
         workers.recover()
-        assert workers.run_all_workers_single_data("work", "x").results(60) == [0]
+        assert workers.call("work", "x").results(60) == [0]
 
 
 @KINDS
@@ -79,27 +79,27 @@ def test_timeout_that_a_method_raises_is_its_own(cluster, kind):
         kind(SeedWorker, 1, options=SMALL) as workers,
         pytest.raises(WorkerCallError, match="time_out raised on rank 0: GraphTimeoutError: a graph of this worker"),
     ):
-        workers.run_all_workers_single_data("time_out").results(60)
+        workers.call("time_out").results(60)
 
 
 def test_interrupted_send_of_plain_calls_closes_the_group(cluster, monkeypatch):
     with WorkerGroup(SeedWorker, 2, options=SMALL) as workers:
         workers._actors[1], second = None, workers._actors[1]  # the second send fails
         with pytest.raises(AttributeError):
-            workers.run_all_workers_single_data("work", "half")
+            workers.call("work", "half")
         workers._actors[1] = second
         with pytest.raises(WorkerGroupError, match="some workers have it and others do not"):
-            workers.run_all_workers_single_data("work", "x")
+            workers.call("work", "x")
 
 
 def test_shutdown_does_not_wait_for_a_thread_that_is_sending(cluster, tmp_path):
     workers = CompiledWorkerGroup(SeedWorker, 1, options=SMALL, inflight=1)
-    workers.run_all_workers_single_data("wait_for", str(tmp_path / "never"))
+    workers.call("wait_for", str(tmp_path / "never"))
     ended = []
 
     def send() -> None:
         try:
-            workers.run_all_workers_single_data("work", "x").results(60)
+            workers.call("work", "x").results(60)
         except WorkerGroupError as error:
             ended.append(str(error))
 
@@ -116,23 +116,23 @@ def test_shutdown_does_not_wait_for_a_thread_that_is_sending(cluster, tmp_path):
 @pytest.mark.faults
 def test_busy_survivor_of_a_dead_worker_takes_no_call(cluster, impatient, tmp_path):
     with CompiledWorkerGroup(SeedWorker, 2, options=SMALL) as workers:
-        running = workers.run_all_workers_single_data("wait_for", str(tmp_path / "go"))
+        running = workers.call("wait_for", str(tmp_path / "go"))
         pid = workers._actors[1].__ray_call__.remote(lambda instance: os.getpid())
-        queued = workers.run_all_workers_single_data("work", "queued")
+        queued = workers.call("work", "queued")
         os.kill(ray.get(pid), signal.SIGKILL)
         with pytest.raises(WorkerLostError, match="rank 1"):
             running.results(60)
         with pytest.raises(WorkerGroupError, match=r"ranks \[0\] are still in an earlier call"):
-            workers.run_single_worker_single_data("work", 0, "early")
+            workers.call("work", "early", ranks=[0])
         (tmp_path / "go").touch()
         deadline = time.monotonic() + 60
         while True:
             try:
-                assert workers.run_single_worker_single_data("work", 0, "late").results(60) == [0]
+                assert workers.call("work", "late", ranks=[0]).results(60) == [0]
                 break
             except WorkerGroupError:  # until the worker has seen the file
                 assert time.monotonic() < deadline
-        log = workers.run_single_worker_single_data("log_of_calls", 0).results(60)[0]
+        log = workers.call("log_of_calls", ranks=[0]).results(60)[0]
         assert [name for name, *_ in log] == ["late"], "what was queued did not run"
         with pytest.raises(WorkerLostError):
             queued.results(60)

@@ -27,7 +27,7 @@ def group(ray_session):
 
 def run(group, *passes, value=1):
     """Call `begin` and these passes on all workers; return their last results."""
-    future = group.run_all_workers_sharded_data("begin", value, replicate_on_axes=["worker"], passes=passes)
+    future = group.call("begin", value, replicate=["worker"], passes=passes)
     return future.results(60)
 
 
@@ -50,16 +50,16 @@ def test_passes_of_a_worker_run_in_their_order(group):
 
 def test_slices_reach_the_first_call(group):
     passes = (Pass(0, "add", (0,)), Pass(1, "add", (0,), source=0))
-    future = group.run_all_workers_sharded_data("begin", [5, 7], in_sharded_axes=["worker"], passes=passes)
+    future = group.call("begin", [5, 7], shard=["worker"], passes=passes)
     assert future.results(60) == [5, 12]
 
 
 def test_only_wanted_results_come_back(group):
-    future = group.run_all_workers_sharded_data(
+    future = group.call(
         "begin",
         3,
-        replicate_on_axes=["worker"],
-        output_is_replicated=["worker"],
+        replicate=["worker"],
+        one_result=["worker"],
         passes=[Pass(0, "add", (0,)), Pass(1, "add", (0,))],
     )
     assert future.results(60) == [3]
@@ -69,7 +69,7 @@ def test_no_pass_of_a_worker_runs_after_a_failed_one(group):
     passes = [Pass(0, "fail", (0,)), Pass(1, "fail", (0,), source=0), Pass(0, "add", (1,)), Pass(1, "add", (1,))]
     with pytest.raises(WorkerCallError, match=r"Relay\.begin raised on rank 0: KeyError: 'no pass'"):
         run(group, *passes)
-    assert group.run_all_workers_single_data("end").results(60) == [["begin", "fail"], ["begin"]]
+    assert group.call("end").results(60) == [["begin", "fail"], ["begin"]]
 
 
 def test_tensors_are_released_within_a_step(group):

@@ -13,9 +13,10 @@ from pydantic import ValidationError
 
 from raylane.errors import ConfigError
 from raylane.nemo import translate
+from raylane.nemo.groups import NemoCompiledWorkerGroup
 from raylane.training.config import keys
 from raylane.training.config.policy import CompiledGraphConfig, PolicyConfig
-from raylane.workers.compiled import DEFAULT_INFLIGHT, CompiledWorkerGroup
+from raylane.workers.compiled import DEFAULT_INFLIGHT
 from raylane.workers.options import WorkerOptions
 from raylane.workers.sharding import NamedSharding
 
@@ -44,7 +45,7 @@ def should_use_compiled_graph(policy: PolicyConfig | Mapping[str, Any]) -> bool:
     return get_compiled_graph_config(policy).mode != "off"
 
 
-class CompiledGraphWorkerGroup(CompiledWorkerGroup):
+class CompiledGraphWorkerGroup(NemoCompiledWorkerGroup):
     """A worker group that uses compiled graphs as a policy configuration says: in place of `WorkerGroup`.
 
     `config` is what `get_compiled_graph_config` takes. With mode "preferred" (the default) and graphs that cannot be

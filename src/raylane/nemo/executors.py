@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from raylane.nemo.groups import call_ranks
 from raylane.workers.compiled import CompiledWorkerGroup
 from raylane.workers.future import GroupFuture
 
@@ -29,7 +30,7 @@ class CompiledGraphExecutor:
 
         Does not wait for the call. Raises AttributeError and TypeError for a method or arguments that do not fit.
         """
-        return self._group.run_ranks_single_data(method, self.ranks, *args, **kwargs)
+        return call_ranks(self._group, method, self.ranks, args, kwargs)
 
 
 class MultiDPCompiledGraphExecutor:
@@ -57,12 +58,11 @@ class MultiDPCompiledGraphExecutor:
         another length, and for a method or arguments that do not fit.
         """
         others = [name for name in self._group.sharding.names if name != self._axis]
-        return self._group.run_all_workers_sharded_data(
+        return self._group.call(
             method,
             *args,
-            in_sharded_axes=[self._axis],
-            replicate_on_axes=others,
-            output_is_replicated=others,
-            common_kwargs=common_kwargs,
+            shard=[self._axis],
+            one_result=others,
+            common=common_kwargs,
             **kwargs,  # type: ignore[arg-type]  # mypy takes them for the named parameters
         )

@@ -197,7 +197,7 @@ class CompiledWorkerGroup(WorkerGroup):
     """A worker group whose calls run through compiled graphs; same methods, same results and errors as `WorkerGroup`.
 
     Differences: a call costs microseconds instead of about a millisecond for each worker. All methods of a worker run
-    on one thread, the graph thread of its process. A `run_*` method waits while `inflight` calls are under way in its
+    on one thread, the graph thread of its process. A call waits while `inflight` calls are under way in its
     graph, and while calls of another dispatch plan are under way. ObjectRefs among the arguments are fetched by the
     driver. Tensors of replicated arguments are shared memory of the workers of a host: do not write to them.
 

@@ -1,6 +1,6 @@
 """Planning of calls: the workers to call, the slice of the arguments for each, and the workers that return a result.
 
-Pure. `plan_sharded` turns axis lists into a `DispatchPlan`; `check_nesting` and `take` slice arguments along the plan.
+Pure. `plan_call` turns axis lists into a `DispatchPlan`; `check_nesting` and `take` slice arguments along the plan.
 All methods that run a worker group use the same kind of plan, so that they behave alike. Called by `WorkerGroup`.
 
 An axis has one of three roles in a call:
@@ -87,58 +87,50 @@ class DispatchPlan:
         return tuple(call.rank for call in self.calls if call.returns)
 
 
-def plan_sharded(
+def plan_call(
     sharding: NamedSharding,
-    in_sharded_axes: Sequence[str] = (),
-    replicate_on_axes: Sequence[str] = (),
-    output_is_replicated: Sequence[str] = (),
-    make_dummy_calls_to_free_axes: bool = False,
+    shard: Sequence[str] = (),
+    replicate: Sequence[str] | None = None,
+    one_result: Sequence[str] = (),
+    call_free_axes: bool = False,
     passes: tuple[Pass, ...] = (),
 ) -> DispatchPlan:
-    """Return the plan of a call whose arguments are nested lists over `in_sharded_axes`.
+    """Return the plan of a call whose arguments are lists nested once for each axis of `shard`.
 
-    `output_is_replicated` names the axes along which results are equal, so that only coordinate 0 returns. This list
-    alone decides which workers return, for dummy calls too. Raises ValueError for an unknown or repeated axis in any
-    list (with the known axes), and for an axis that is both sharded and replicated.
+    `replicate` of None means all other axes. `one_result` names the axes along which results are equal, so that only
+    coordinate 0 returns; it alone decides which workers return, also for calls with None. Raises ValueError for an
+    unknown or repeated axis in any list (with the known axes), and for an axis that is both sharded and replicated.
     """
-    in_sharded_axes, replicate_on_axes = _axes(in_sharded_axes), _axes(replicate_on_axes)
-    output_is_replicated = _axes(output_is_replicated)
-    sharding.check_axes(in_sharded_axes, "in_sharded_axes")
-    sharding.check_axes(replicate_on_axes, "replicate_on_axes")
-    sharding.check_axes(output_is_replicated, "output_is_replicated")
-    both = [axis for axis in in_sharded_axes if axis in replicate_on_axes]
+    shard, one_result = _axes(shard), _axes(one_result)
+    replicate = tuple(n for n in sharding.names if n not in shard) if replicate is None else _axes(replicate)
+    sharding.check_axes(shard, "shard")
+    sharding.check_axes(replicate, "replicate")
+    sharding.check_axes(one_result, "one_result")
+    both = [axis for axis in shard if axis in replicate]
     if both:
         raise ValueError(
-            f"axes {both} are in both in_sharded_axes and replicate_on_axes; an axis is either sharded or replicated "
-            f"(the axes are {list(sharding.names)})"
+            f"axes {both} are in both shard and replicate; an axis is either sharded or replicated (the axes are "
+            f"{list(sharding.names)})"
         )
-    free = [axis for axis in sharding.names if axis not in (*in_sharded_axes, *replicate_on_axes)]
+    free = [axis for axis in sharding.names if axis not in (*shard, *replicate)]
     calls = []
     for rank in sharding.ranks:
         coords = sharding.get_worker_coords(rank)
-        # A worker gets data if it has coordinate 0 on every free axis; a dummy call gets None for every argument.
         gets_data = all(coords[axis] == 0 for axis in free)
-        if gets_data or make_dummy_calls_to_free_axes:
-            path = tuple(coords[axis] for axis in in_sharded_axes) if gets_data else None
-            calls.append(WorkerCall(rank, path, returns=all(coords[axis] == 0 for axis in output_is_replicated)))
-    nesting = tuple((axis, sharding.get_axis_size(axis)) for axis in in_sharded_axes)
+        if gets_data or call_free_axes:
+            path = tuple(coords[axis] for axis in shard) if gets_data else None
+            calls.append(WorkerCall(rank, path, returns=all(coords[axis] == 0 for axis in one_result)))
+    nesting = tuple((axis, sharding.get_axis_size(axis)) for axis in shard)
     return DispatchPlan(tuple(calls), nesting, passes)
 
 
-def plan_some(
-    sharding: NamedSharding, run_rank_0_only_axes: Sequence[str] = (), *, one_each: bool = False
-) -> DispatchPlan:
-    """Return the plan of a call to every rank, or only to coordinate 0 on the given axes; all called workers return.
-
-    With `one_each` the arguments are lists with one entry per *called* worker, by ascending rank; otherwise every
-    called worker gets the same arguments. Raises ValueError for unknown or repeated axes.
-    """
-    run_rank_0_only_axes = _axes(run_rank_0_only_axes)
-    sharding.check_axes(run_rank_0_only_axes, "run_rank_0_only_axes")
-    # With `one_each` the arguments have one level, indexed by the position among the called ranks.
-    ranks = [rank for rank in sharding.ranks if sharding.is_axis_zero(rank, run_rank_0_only_axes)]
-    calls = tuple(WorkerCall(rank, (i,) if one_each else (), returns=True) for i, rank in enumerate(ranks))
-    return DispatchPlan(calls, (("called workers", len(ranks)),) if one_each else ())
+def plan_ranks(sharding: NamedSharding, ranks: Sequence[int]) -> DispatchPlan:
+    """Return the plan of a call to these ranks with the same arguments. ValueError for unknown ranks and for none."""
+    if not ranks:
+        raise ValueError(f"ranks must name at least one worker, got {ranks!r}")
+    for rank in ranks:
+        sharding.get_index(rank)
+    return DispatchPlan(tuple(WorkerCall(rank, (), returns=True) for rank in sorted(set(ranks))), ())
 
 
 def check_nesting(argument: str, value: Any, nesting: Sequence[tuple[str, int]], at: tuple[int, ...] = ()) -> None:
@@ -153,7 +145,7 @@ def check_nesting(argument: str, value: Any, nesting: Sequence[tuple[str, int]],
     if not isinstance(value, (list, tuple)):
         raise TypeError(
             f"{place}: expected a list with one entry for each of the {size} coordinates of {axis!r}, found "
-            f"{type(value).__name__}. Nest arguments once per sharded axis, in the order of in_sharded_axes"
+            f"{type(value).__name__}. Nest arguments once per sharded axis, in the order of `shard`"
         )
     if len(value) != size:
         raise ValueError(f"{place}: expected {size} entries, one for each coordinate of {axis!r}, found {len(value)}")

@@ -59,7 +59,7 @@ class Failures:
 
 @dataclass(eq=False)
 class GroupFuture:
-    """A call that was sent to some workers. `group.get_all_worker_results(future)` waits for its results.
+    """A call that was sent to some workers. `future.results()` waits for its results.
 
     The results are kept as long as the future exists, so they can be requested again, also after a timeout.
     """

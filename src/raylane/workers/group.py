@@ -3,7 +3,7 @@
 A group owns its actors and placement group from construction to `shutdown`. `dispatch` plans the calls, `methods`
 checks them, and this module sends them. Used by trainers and by users' drivers.
 
-Calls do not wait: the `run_*` methods send and return a `GroupFuture`, and `get_all_worker_results` waits for it.
+Calls do not wait: `call` sends and returns a `GroupFuture`, whose `results` waits.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeAlias
 
@@ -34,7 +34,7 @@ from raylane.errors import WorkerCallError, WorkerGroupError
 from raylane.graph.values import references
 from raylane.transport.api import put
 from raylane.workers.batch import BatchDict
-from raylane.workers.dispatch import DispatchPlan, Pass, WorkerCall, check_nesting, plan_sharded, plan_some, take
+from raylane.workers.dispatch import DispatchPlan, Pass, WorkerCall, check_nesting, plan_call, plan_ranks, take
 from raylane.workers.future import Failures, GroupFuture, PendingCalls, RefCalls
 from raylane.workers.host import CONSTRUCT, Arguments, Seat, WorkerHost
 from raylane.workers.methods import check_call, check_constructor, check_worker_class
@@ -130,93 +130,68 @@ class WorkerGroup:
 
     # Calls ----------------------------------------------------------------------------------------------------------
 
-    def run_single_worker_single_data(self, method: str, worker_idx: int, *args: Any, **kwargs: Any) -> GroupFuture:
-        """Call one rank. The future's results are a list with one item."""
-        return self.run_ranks_single_data(method, [worker_idx], *args, **kwargs)
-
-    def run_ranks_single_data(self, method: str, ranks: Sequence[int], *args: Any, **kwargs: Any) -> GroupFuture:
-        """Call these ranks with the same arguments; only the lowest one returns its result.
-
-        ValueError for a rank that does not exist, and for no rank at all.
-        """
-        if not ranks:
-            raise ValueError(f"{method}: ranks must name at least one worker, got {ranks!r}")
-        for rank in ranks:
-            self.sharding.get_index(rank)
-        calls = tuple(WorkerCall(rank, (), returns=rank == min(ranks)) for rank in sorted(set(ranks)))
-        return self._send(method, DispatchPlan(calls, ()), args, kwargs, {})
-
-    def run_all_workers_single_data(
-        self, method: str, *args: Any, run_rank_0_only_axes: Sequence[str] | None = None, **kwargs: Any
-    ) -> GroupFuture:
-        """Call every rank (only coordinate 0 on `run_rank_0_only_axes`) with the same arguments."""
-        return self._send(method, self._plan(plan_some, run_rank_0_only_axes or ()), args, kwargs, {})
-
-    def run_all_workers_multiple_data(
-        self,
-        method: str,
-        *args: Sequence[Any],
-        run_rank_0_only_axes: Sequence[str] | None = None,
-        common_kwargs: Mapping[str, Any] | None = None,
-        **kwargs: Sequence[Any],
-    ) -> GroupFuture:
-        """Do as `run_all_workers_single_data`, with lists of one entry per *called* worker (by rank) as arguments."""
-        plan = self._plan(plan_some, run_rank_0_only_axes or (), one_each=True)
-        return self._send(method, plan, args, kwargs, common_kwargs or {})
-
-    def run_all_workers_sharded_data(
+    def call(
         self,
         method: str,
         *args: Any,
-        in_sharded_axes: Sequence[str] | None = None,
-        replicate_on_axes: Sequence[str] | None = None,
-        output_is_replicated: Sequence[str] | None = None,
-        make_dummy_calls_to_free_axes: bool = False,
-        common_kwargs: Mapping[str, Any] | None = None,
+        shard: Sequence[str] = (),
+        replicate: Sequence[str] | None = None,
+        one_result: Sequence[str] = (),
+        ranks: Sequence[int] | None = None,
+        call_free_axes: bool = False,
+        common: Mapping[str, Any] | None = None,
         passes: Sequence[Pass] = (),
         **kwargs: Any,
     ) -> GroupFuture:
-        """Call workers with arguments that are lists nested once per axis of `in_sharded_axes`, in that list's order.
+        """Call a method of the workers, by default of all and with the same arguments. Does not wait for the call.
 
-        Workers along `replicate_on_axes` get the same slice. On an axis in neither list only coordinate 0 is called
-        (the other coordinates are called with None if `make_dummy_calls_to_free_axes`). Along `output_is_replicated`
-        only coordinate 0 returns; the results of the others never leave their processes. `common_kwargs` are not
-        nested. `passes` follow the call in the workers (`dispatch.Pass`; only with compiled graphs). All
-        arguments are checked before anything is sent: ValueError, TypeError and AttributeError name the
-        argument and the reason.
+        All arguments are checked before anything is sent: ValueError, TypeError and AttributeError name the argument
+        and the reason. A compiled group waits while its graph has no room for a further call.
+
+        Args:
+            method: Name of the method.
+            *args: Its arguments; lists nested once for each axis of `shard`, in that order.
+            shard: Axes of which each coordinate gets its own slice of the arguments.
+            replicate: Axes along which all workers get the same slice; None means all that are not in `shard`. Of an
+                axis in neither, a free one, only coordinate 0 is called.
+            one_result: Axes along which the results are equal: only coordinate 0 returns. The results of the others
+                never leave their processes.
+            ranks: Workers to call instead; then there are no axes.
+            call_free_axes: Call the other coordinates of free axes too, with None for each argument.
+            common: Keyword arguments that are not nested. Also for names that are those of a parameter here.
+            passes: Calls that follow in the workers (`dispatch.Pass`; only with compiled graphs).
+            **kwargs: Further arguments of the method, like `args`.
         """
-        plan = self._plan(
-            plan_sharded,
-            in_sharded_axes or (),
-            replicate_on_axes or (),
-            output_is_replicated or (),
-            make_dummy_calls_to_free_axes=make_dummy_calls_to_free_axes,
-            passes=tuple(passes),
-        )
-        return self._send(method, plan, args, kwargs, common_kwargs or {})
+        if ranks is None:
+            plan = self._plan(shard, replicate, one_result, call_free_axes, tuple(passes))
+        elif shard or replicate is not None or one_result or call_free_axes or passes:
+            raise ValueError(f"{method}: ranks={list(ranks)} name the workers, so there is no argument about axes")
+        else:
+            plan = plan_ranks(self.sharding, ranks)
+        return self.send(method, plan, args, kwargs, common or {})
 
-    def get_all_worker_results(self, future: GroupFuture, timeout_s: float | None = None) -> list[Any]:
-        """Wait for a call and return the results by ascending rank; raises the errors of `GroupFuture.results`."""
-        if not isinstance(future, GroupFuture):
-            raise TypeError(
-                f"get_all_worker_results takes the GroupFuture of a run_* method, got {type(future).__name__}"
-            )
-        return future.results(timeout_s)
-
-    def _plan(self, make: Callable[..., DispatchPlan], *axes: Sequence[str], **how: Any) -> DispatchPlan:
-        """Return a plan that `dispatch` makes of these axes, made once: a program repeats the same few calls."""
-        if any(isinstance(axis, str) for axis in axes):
-            return make(self.sharding, *axes, **how)  # raises TypeError: a string is no list of axes
-        key = (make, tuple(map(tuple, axes)), *how.items())
+    def _plan(
+        self,
+        shard: Sequence[str],
+        replicate: Sequence[str] | None,
+        one_result: Sequence[str],
+        call_free_axes: bool,
+        passes: tuple[Pass, ...],
+    ) -> DispatchPlan:
+        """Return the plan for these axes, made once: a program repeats the same few calls."""
+        how = (shard, replicate, one_result)
+        if any(isinstance(axes, str) for axes in how):
+            return plan_call(self.sharding, *how)  # raises TypeError: a string is no list of axes
+        key = (*(None if axes is None else tuple(axes) for axes in how), call_free_axes, passes)
         plan = self._plans.get(key)
         if plan is None:
-            plan = make(self.sharding, *axes, **how)
+            plan = plan_call(self.sharding, *how, call_free_axes, passes)
             for axis in plan.passes:
                 check_call(self.worker_class, axis.method, len(axis.args) + (axis.source is not None), ())
             self._plans[key] = plan
         return plan
 
-    def _send(
+    def send(
         self,
         method: str,
         plan: DispatchPlan,
@@ -224,14 +199,12 @@ class WorkerGroup:
         kwargs: Mapping[str, Any],
         common: Mapping[str, Any],
     ) -> GroupFuture:
-        """Check a call, put the tensors among its arguments once each, and send it to the workers of the plan."""
+        """Send a call to the workers of a plan of one's own, after the checks of `call`."""
         if self._closed:
             raise WorkerGroupError(f"{self!r}: {method!r} cannot be called after shutdown. Start a new group")
         both = sorted(set(kwargs) & set(common))
         if both:
-            raise TypeError(
-                f"{method}: {both} are given both for each worker and in common_kwargs. Pass each argument once"
-            )
+            raise TypeError(f"{method}: {both} are given both for each worker and in common. Pass each argument once")
         form = (method, len(args), *kwargs, *common)
         if form not in self._checked:  # inspecting a signature takes longer than sending a call through a graph
             check_call(self.worker_class, method, len(args), (*kwargs, *common))
@@ -346,7 +319,7 @@ class WorkerGroup:
     def _take_seats(self, deadline: float) -> list[Seat]:
         seats = [actor.take_seat.remote(rank) for rank, actor in enumerate(self._actors)]
         label = f"{self.worker_class.__name__}.starting"
-        starting = GroupFuture(label, plan_some(self.sharding), RefCalls(seats), self._failures)
+        starting = GroupFuture(label, plan_call(self.sharding), RefCalls(seats), self._failures)
         return self._first_results(starting, deadline)
 
     def _construct(self, ranks: Sequence[int]) -> GroupFuture:
@@ -420,7 +393,7 @@ class WorkerGroup:
             self._failures.count += 1  # a rank whose failure nobody has read cleans up too
             try:
                 check_call(self.worker_class, cleanup_method, 0, ())
-                plan = plan_some(self.sharding)
+                plan = plan_call(self.sharding)
                 label = f"{self.worker_class.__name__}.{cleanup_method}"
                 future = self._future(Dispatch(label, cleanup_method, plan, {(): ((), {})}, {}))
                 future.results(max(0.0, deadline - time.monotonic() - reserve_s))

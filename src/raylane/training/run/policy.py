@@ -183,18 +183,16 @@ class Policy(Generic[Config]):
             loss_name = next((name for name, sent in self._losses.items() if sent is loss_fn), None)
             if loss_name is None:
                 loss_name = f"loss-{len(self._losses)}"
-                self.group.get_all_worker_results(
-                    self.group.run_all_workers_single_data("add_loss", loss_name, loss_fn)
-                )
+                self.group.call("add_loss", loss_name, loss_fn).results()
                 self._losses[loss_name] = loss_fn
         # The group takes one list per axis, outermost first: parts[replica][shard].
         inner = self._dims.dp_shard
-        return self.group.run_all_workers_sharded_data(
+        return self.group.call(
             "train_batch",
-            in_sharded_axes=DATA_AXES,
-            replicate_on_axes=COPY_AXES,
-            output_is_replicated=AXES,
-            common_kwargs={
+            shard=DATA_AXES,
+            replicate=COPY_AXES,
+            one_result=AXES,
+            common={
                 "number": self.next_step,
                 "loss": loss_name,
                 "micro_batch_size": mbs,
@@ -418,9 +416,7 @@ class Policy(Generic[Config]):
         """Call a method on all workers with the same arguments; only one worker sends its result back."""
         # Only methods of steps take passes.
         extra = {"with_passes": True} if passes else {}
-        return self.group.run_all_workers_sharded_data(
-            method, *args, replicate_on_axes=AXES, output_is_replicated=AXES, common_kwargs=extra, passes=passes
-        )
+        return self.group.call(method, *args, replicate=AXES, one_result=AXES, common=extra, passes=passes)
 
     def _passes(self, rows: int, mbs: int | None) -> tuple[Pass, ...]:
         """Return the passes of a step over so many rows, if the stages of a pipeline are connected by edges."""
@@ -433,7 +429,7 @@ class Policy(Generic[Config]):
     def _wait_for(self, future: GroupFuture, timeout_s: float | None = None) -> list[Any]:
         limit_s, key = self._config.loop.step_timeout_s, f"{self._config.loop_name}.step_timeout_s"
         try:
-            return self.group.get_all_worker_results(future, limit_s if timeout_s is None else timeout_s)
+            return future.results(limit_s if timeout_s is None else timeout_s)
         except WorkerCallError as error:
             if "timeout_s" in error.fields and timeout_s is None:
                 raise WorkerCallError(
