@@ -23,4 +23,4 @@ batch = BatchDict({"rows": torch.arange(8)})
 
 with WorkerGroup(Summer, axes, init_kwargs={"scale": 10}, options=WorkerOptions(num_cpus=1)) as group:
     future = group.call("total", shard=["data"], data=batch.shard(2))
-    print(future.results(timeout_s=60))
+    print(future.results(timeout=60))

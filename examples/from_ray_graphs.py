@@ -128,7 +128,7 @@ def death(workers: list[Any]) -> None:
 def timeouts(worker: Any) -> None:
     with InputNode() as inp:
         dag = worker.wait.bind(inp)
-    with raylane.compile(dag, timeout_s=30) as graph:  # was: RAY_CGRAPH_submit_timeout and RAY_CGRAPH_get_timeout
+    with raylane.compile(dag, timeout=30) as graph:  # was: RAY_CGRAPH_submit_timeout and RAY_CGRAPH_get_timeout
         result = graph.execute(7)
         try:
             result.get(timeout=0.1)  # was: ray.get(ref, timeout=0.1)

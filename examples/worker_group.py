@@ -46,7 +46,7 @@ def main() -> list[str]:
             common={"note": "rows"},
             data=batch.shard(2),
         )
-        results: list[str] = future.results(timeout_s=60)
+        results: list[str] = future.results(timeout=60)
         group.shutdown(cleanup_method="leave")
     return results
 

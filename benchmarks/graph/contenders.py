@@ -184,7 +184,7 @@ class Raylane(Graph):
         before = os.environ.get(WAIT_VARIABLE)
         os.environ[WAIT_VARIABLE] = self.wait
         try:
-            self.graph = raylane.compile(self._node(), max_inflight=max(2, self.case.in_flight), timeout_s=TIMEOUT_S)
+            self.graph = raylane.compile(self._node(), max_inflight=max(2, self.case.in_flight), timeout=TIMEOUT_S)
         finally:
             if before is None:
                 del os.environ[WAIT_VARIABLE]
@@ -217,7 +217,7 @@ class RaylaneBeside(Raylane):
         for _ in range(self.case.idle_graphs):
             with raylane.InputNode() as x:
                 node = raylane.bind(getattr(self.actors[0], self.case.method), x)
-            self.idle.append(raylane.compile(node, timeout_s=TIMEOUT_S))
+            self.idle.append(raylane.compile(node, timeout=TIMEOUT_S))
         super().open()
 
     def close(self) -> None:

@@ -61,7 +61,7 @@ def main(address: str) -> None:
         node = raylane.MultiOutputNode(
             [passed, raylane.bind(near.total, passed), raylane.bind(too.total, passed), raylane.bind(one.total, passed)]
         )
-    g = raylane.compile(node, max_inflight=3, timeout_s=30)
+    g = raylane.compile(node, max_inflight=3, timeout=30)
     for line in g.show().splitlines():
         say(line)
 
@@ -92,7 +92,7 @@ def main(address: str) -> None:
     g.teardown()
     with raylane.InputNode() as x:
         node = raylane.bind(too.add, raylane.bind(one.add, x, 1), 1)
-    with raylane.compile(node, timeout_s=2) as again:
+    with raylane.compile(node, timeout=2) as again:
         assert again.execute(1).get() == 3
         ask("cut")
         began = time.monotonic()

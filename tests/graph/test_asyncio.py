@@ -129,7 +129,7 @@ def test_a_result_of_a_thread_is_awaited(workers: list[Any], graph: Compile) -> 
 def test_await_times_out_and_loses_nothing(workers: list[Any], graph: Compile) -> None:
     a = workers[0]
     ray.get(a.hold_again.remote())
-    g = graph(lambda x: raylane.bind(a.wait, x), timeout_s=0.1)
+    g = graph(lambda x: raylane.bind(a.wait, x), timeout=0.1)
 
     async def use() -> Any:
         result = g.execute("late")

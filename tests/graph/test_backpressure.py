@@ -34,7 +34,7 @@ def exhaust(g: Any) -> tuple[list[Any], Any]:
 
 
 def test_lane_without_memory_serves_other_graphs(workers: list[Any], graph: Compile) -> None:
-    full = graph(lambda x: raylane.bind(workers[0].ones, x), max_lent_bytes=8 << 20, timeout_s=120)
+    full = graph(lambda x: raylane.bind(workers[0].ones, x), max_lent_bytes=8 << 20, timeout=120)
     other = graph(lambda x: raylane.bind(workers[0].echo, x))
     kept, waiting = exhaust(full)
     assert [other.execute(i).get(timeout=30) for i in range(20)] == list(range(20))
@@ -49,7 +49,7 @@ def test_lane_without_memory_serves_other_graphs(workers: list[Any], graph: Comp
 def test_value_waiting_for_memory_arrives_as_it_was_returned(workers: list[Any], graph: Compile) -> None:
     """The method's array may be written to by other calls while its message waits."""
     worker = workers[0]
-    full = graph(lambda x: raylane.bind(worker.shared_ones, x), max_lent_bytes=8 << 20, timeout_s=120)
+    full = graph(lambda x: raylane.bind(worker.shared_ones, x), max_lent_bytes=8 << 20, timeout=120)
     kept, waiting = exhaust(full)
     ray.get(worker.spoil.remote())
     kept.clear()
@@ -59,7 +59,7 @@ def test_value_waiting_for_memory_arrives_as_it_was_returned(workers: list[Any],
 
 @pytest.mark.slow
 def test_memory_that_does_not_come_back_names_its_holder(workers: list[Any], graph: Compile) -> None:
-    full = graph(lambda x: raylane.bind(workers[0].ones, x), max_lent_bytes=8 << 20, timeout_s=2)
+    full = graph(lambda x: raylane.bind(workers[0].ones, x), max_lent_bytes=8 << 20, timeout=2)
     kept: list[Any] = []
 
     def fill() -> None:
@@ -75,7 +75,7 @@ def test_memory_that_does_not_come_back_names_its_holder(workers: list[Any], gra
 @pytest.mark.slow
 def test_execute_waiting_for_memory_ends_with_the_graph(ray_session: None, graph: Compile) -> None:
     doomed = ray.remote(num_cpus=0.1)(Worker).remote()
-    g = graph(lambda x: raylane.bind(doomed.keep, x), max_lent_bytes=4 << 20, timeout_s=None)
+    g = graph(lambda x: raylane.bind(doomed.keep, x), max_lent_bytes=4 << 20, timeout=None)
     g.timeout_s = None
     g._connections.pool.timeout_s = None
     value = np.ones(COUNT)
@@ -99,7 +99,7 @@ def test_execute_waiting_for_memory_ends_with_the_graph(ray_session: None, graph
 
 def test_nowait_and_asyncio_do_not_wait_for_memory(workers: list[Any], graph: Compile) -> None:
     worker = workers[0]
-    g = graph(lambda x: raylane.bind(worker.keep, x), max_lent_bytes=3 << 20, timeout_s=60)
+    g = graph(lambda x: raylane.bind(worker.keep, x), max_lent_bytes=3 << 20, timeout=60)
     value = np.ones(COUNT)
     assert [g.execute(value).get() for _ in range(2)] == [1, 2]
     assert g.execute_nowait(value).get() == 3

@@ -79,7 +79,7 @@ def test_an_error_of_one_actor_reaches_all(three: list[Any]) -> None:
 
 
 def test_a_late_actor_is_named_and_nothing_is_lost(three: list[Any]) -> None:
-    with _reduced(three, "wait", timeout_s=30) as g:
+    with _reduced(three, "wait", timeout=30) as g:
         ray.get([worker.release.remote() for worker in three[:2]])
         result = g.execute(torch.ones(2))
         with pytest.raises(GraphTimeoutError, match=r"waiting for .*Worker#3\.allreduce\.sum"):

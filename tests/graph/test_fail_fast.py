@@ -142,7 +142,7 @@ def test_memory_of_failed_executions_comes_back(workers: list[Any], graph: Compi
         ones = raylane.bind(w[2].ones, 125_000)
         return raylane.MultiOutputNode([ones, raylane.bind(w[0].fail_unless, x), raylane.bind(w[1].wait_unless, x)])
 
-    g = graph(write, max_inflight=2, max_lent_bytes=3 << 20, timeout_s=30)
+    g = graph(write, max_inflight=2, max_lent_bytes=3 << 20, timeout=30)
     kept = []
     for _ in range(2):
         kept.append(g.execute(-1))

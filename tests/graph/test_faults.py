@@ -95,7 +95,7 @@ def test_method_error_has_traceback_and_graph_continues(workers: list[Any], even
 
 
 def test_any_exception_of_a_method_fails_only_its_call(workers: list[Any]) -> None:
-    with chain(workers, "fail_strangely", "echo", timeout_s=20) as g:
+    with chain(workers, "fail_strangely", "echo", timeout=20) as g:
         for how in ("two arguments", "no pickle", "another graph"):
             with pytest.raises(ray.exceptions.RayTaskError, match="in fail_strangely") as caught:
                 g.execute(how).get()
@@ -268,7 +268,7 @@ def test_a_compilation_that_fails_half_way_undoes_the_rest(workers: list[Any], e
     eventually(lambda: left_nothing(workers))
     busy = workers[2].wait.remote()
     with pytest.raises(GraphTimeoutError, match="is running a long method"):
-        chain(workers, "echo", "echo", "echo", timeout_s=0.5)
+        chain(workers, "echo", "echo", "echo", timeout=0.5)
     ray.kill(workers[2])
     with pytest.raises(ray.exceptions.RayActorError):
         ray.get(busy)
@@ -440,7 +440,7 @@ def test_driver_that_ends_tears_its_graphs_down(detached: Any, eventually: Event
 
 
 FILL = (
-    "h = raylane.compile(raylane.bind(one.ones, 125_000), max_lent_bytes=5 << 19, timeout_s=600); "
+    "h = raylane.compile(raylane.bind(one.ones, 125_000), max_lent_bytes=5 << 19, timeout=600); "
     "kept = [h.execute().get(), h.execute().get()]; waiting = h.execute()"
 )
 

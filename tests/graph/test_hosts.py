@@ -67,7 +67,7 @@ def test_killed_actor_on_another_host_ends_the_graph_soon(workers: list[Any], ev
 def test_timeout_names_the_peer_that_did_not_answer(workers: list[Any], eventually: Eventually) -> None:
     """A process that is stopped is not dead. Here the connection from one actor to another breaks."""
     a, b = workers
-    g = chain([a, b], "echo", "echo", timeout_s=1.5)
+    g = chain([a, b], "echo", "echo", timeout=1.5)
     pid = ray.get(b.pid.remote())
     assert g.execute(1).get() == 1
     stop(pid)

@@ -121,7 +121,7 @@ def test_arrays_that_are_kept_stay_as_they_were(workers: list[Any], graph: Compi
 
 def test_pool_timeout_names_readers_on_another_host(workers: list[Any], graph: Compile) -> None:
     b = workers[1]
-    g = graph(lambda x: raylane.bind(b.keep, x), timeout_s=1.0, max_lent_bytes=1_000_000)
+    g = graph(lambda x: raylane.bind(b.keep, x), timeout=1.0, max_lent_bytes=1_000_000)
     assert g.execute(np.ones(100_000)).get() == 1
     with pytest.raises(
         GraphTimeoutError, match=r"Worker.* holds \d+ bytes, in arrays that they received and still keep"

@@ -523,8 +523,8 @@ def test_the_driver_and_no_one_else_is_member_0() -> None:
         ({"max_inflight": 1.5}, TypeError, "max_inflight must be an int of 1 or more, got 1.5"),
         ({"max_inflight": "2"}, TypeError, "max_inflight must be an int of 1 or more, got '2'"),
         ({"max_lent_bytes": -1}, ValueError, "max_lent_bytes must be an int of 1 or more .bytes., got -1"),
-        ({"timeout_s": "x"}, TypeError, "timeout_s must be a number of seconds, or None, got 'x'"),
-        ({"timeout_s": float("nan")}, ValueError, "timeout_s must be a number of seconds, or None, got nan"),
+        ({"timeout": "x"}, TypeError, "timeout must be a number of seconds, or None, got 'x'"),
+        ({"timeout": float("nan")}, ValueError, "timeout must be a number of seconds, or None, got nan"),
         ({"backend": "mpi"}, ValueError, "backend must be 'ray' or 'inline', got 'mpi'"),
     ],
 )

@@ -91,7 +91,7 @@ def kill(worker: Any) -> None:
 
 def test_recompile_after_restarts_under_load(start: Any, eventually: Eventually) -> None:
     workers = start(-1, -1, -1)
-    g = chain(workers, max_inflight=2, timeout_s=60)
+    g = chain(workers, max_inflight=2, timeout=60)
     for _ in range(3):
         load = started_load(g, eventually)
         kill(workers[1])
@@ -114,7 +114,7 @@ def test_recompile_after_restarts_under_load(start: Any, eventually: Eventually)
 
 def test_recompile_names_an_actor_that_is_dead_for_good(start: Any, eventually: Eventually) -> None:
     workers = start(-1, 0, -1)
-    with chain(workers, timeout_s=30) as g:
+    with chain(workers, timeout=30) as g:
         assert g.execute(1).get() == 4
         kill(workers[1])
         with pytest.raises(GraphActorDiedError, match=r"Worker#2 is dead, and Ray does not restart it") as caught:
@@ -127,7 +127,7 @@ def test_recompile_tears_a_running_graph_down_first(start: Any, eventually: Even
     workers = start(0, 0)
     with raylane.InputNode() as x:
         node = raylane.bind(workers[1].add, raylane.bind(workers[0].wait, x), 1)
-    old = raylane.compile(node, max_inflight=3, timeout_s=60, exclusive=False, max_lent_bytes=1 << 20)
+    old = raylane.compile(node, max_inflight=3, timeout=60, exclusive=False, max_lent_bytes=1 << 20)
     pending = old.execute(1)
     ray.get(workers[0].release.remote())
     eventually(lambda: old.stats()["calls"]["Worker#1.wait"]["count"])
@@ -144,7 +144,7 @@ def test_recompile_gives_up_on_a_busy_actor_and_works_later(start: Any, eventual
     workers = start(0, 0)
     # Compiled before the actor is busy: an ordinary call cannot end its wait, because the actor runs one at a time.
     release = raylane.compile(raylane.bind(workers[0].release))
-    with chain(workers, timeout_s=1) as g:
+    with chain(workers, timeout=1) as g:
         busy = workers[0].wait.remote()
         with pytest.raises(GraphTimeoutError, match="Worker#1 did not answer within 1 s"):
             g.recompile()

@@ -201,7 +201,7 @@ def test_a_timeout_loses_nothing(workers: list[Any], graph: Compile) -> None:
 def test_when_full_execute_waits_and_execute_nowait_raises(workers: list[Any], graph: Compile) -> None:
     a = workers[0]
     ray.get(a.hold_again.remote())
-    g = graph(lambda x: raylane.bind(a.wait, x), max_inflight=2, timeout_s=0.2)
+    g = graph(lambda x: raylane.bind(a.wait, x), max_inflight=2, timeout=0.2)
     made = [g.execute(i) for i in range(2)]
     with pytest.raises(GraphFullError, match="2 executions are under way"):
         g.execute_nowait(2)
@@ -403,7 +403,7 @@ def test_wrong_number_of_returns_is_an_error(workers: list[Any], graph: Compile)
 
 
 def test_pending_result_as_input_is_waited_for_once(workers: list[Any], graph: Compile) -> None:
-    slow = graph(lambda x: raylane.bind(workers[0].wait, x), timeout_s=0.4)
+    slow = graph(lambda x: raylane.bind(workers[0].wait, x), timeout=0.4)
     failing = graph(lambda x: raylane.bind(workers[2].fail, x))
     g = graph(lambda x: raylane.bind(workers[1].echo, x))
     ray.get(workers[0].hold_again.remote())

@@ -67,7 +67,7 @@ def test_scatter_and_gather_over_many_actors(start: Any, eventually: Eventually,
         parts = raylane.graph.scatter(x, len(workers))
         sums = [raylane.bind(workers[i].add, part, [i]) for i, part in enumerate(parts)]
         node = raylane.bind(workers[0].echo, raylane.graph.gather(sums))
-    with raylane.compile(node, timeout_s=120) as g:
+    with raylane.compile(node, timeout=120) as g:
         for round in range(20):
             values = [round * 1000 + i for i in range(2 * count)]
             expected = [[*values[2 * i : 2 * i + 2], i] for i in range(count)]

@@ -94,7 +94,7 @@ def test_graph_under_other_defaults_of_torch_is_right(pair: list[Any], name: str
             nodes = [bind(pair[0].make, x[0]), given[0], gather(parts, 0)]
             for collective in (allreduce, allgather, reducescatter):
                 nodes += collective.bind(given)
-            with raylane.compile(MultiOutputNode(nodes), timeout_s=30) as g:
+            with raylane.compile(MultiOutputNode(nodes), timeout=30) as g:
                 made, echoed, joined, *results = g.execute(values, whole).get()
     finally:
         ray.get([actor.leave.remote() for actor in pair])

@@ -494,7 +494,7 @@ def test_teardown_during_the_transfer_leaves_nothing(pair: list[Any], transport:
 
 @pytest.mark.processes
 def test_transfer_ends_with_the_time_limit(pair: list[Any]) -> None:
-    g, result, pid = _stalled(pair, "gloo", timeout_s=2.0)
+    g, result, pid = _stalled(pair, "gloo", timeout=2.0)
     with pytest.raises(GraphTimeoutError):
         result.get()
     with pytest.raises(GraphError, match="could not be brought to Sender#2 over gloo"):

@@ -103,7 +103,7 @@ def cross(makers: list[Any], transports: list[str]) -> None:
             say(f"refused {transport}: {error}")
     with raylane.InputNode() as x:
         node = raylane.bind(two.add, raylane.bind(one.add, x))
-    with raylane.compile(node, timeout_s=30) as graph:
+    with raylane.compile(node, timeout=30) as graph:
         for nbytes in (10, 30_000, 1_000_000):
             data = torch.ones(nbytes)
             assert torch.equal(graph.execute(data).get(), data + 2)

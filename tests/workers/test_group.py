@@ -290,7 +290,7 @@ def test_a_late_answer_is_not_lost(ray_session, kind):
     with kind(Recorder, 1, options=WorkerOptions(**SMALL, **two_calls)) as group:
         gate = group.call("hang", ranks=[0])
         with pytest.raises(WorkerCallError, match=r"ranks \[0\] have not answered within 0.1 s") as caught:
-            gate.results(timeout_s=0.1)
+            gate.results(timeout=0.1)
         assert caught.value.fields["ranks"] == [0]
         assert not gate.done()
         if two_calls:
@@ -304,14 +304,14 @@ def test_killed_worker_fails_every_pending_call(ray_session, kind):
         hanging = group.call("die_or_hang", 1)
         queued = group.call("environment", [])
         with pytest.raises(WorkerLostError, match=r"rank 1 died during Recorder.die_or_hang") as caught:
-            hanging.results(timeout_s=60)  # late would be a WorkerCallError
+            hanging.results(timeout=60)  # late would be a WorkerCallError
         assert caught.value.fields["rank"] == 1
         with pytest.raises(WorkerLostError, match="rank 1"):
-            queued.results(timeout_s=60)
+            queued.results(timeout=60)
         with pytest.raises(WorkerLostError, match="rank 1"):
             group.call("echo", ranks=[1]).results(60)
     finally:
-        assert group.shutdown(timeout_s=20)
+        assert group.shutdown(timeout=20)
 
 
 @pytest.mark.slow
@@ -325,7 +325,7 @@ def test_a_worker_that_ray_started_again_is_empty_until_rebuilt(ray_session, kin
             with pytest.raises(WorkerLostError) as caught:  # "unavailable" until the process is there again
                 results(group, group.call("echo"))
             message = str(caught.value)
-        group.rebuild_worker(0, timeout_s=30)
+        group.rebuild_worker(0, timeout=30)
         assert results(group, group.call("echo")) == [(0, (), {})]
 
 
@@ -335,7 +335,7 @@ def test_shutdown_is_bounded_idempotent_and_leaves_nothing(ray_session, kind):
     group = kind(Recorder, 2, options=WorkerOptions(**SMALL, name_prefix="ending"))
     assert ray.get_actor("ending-0")
     group.call("hang")
-    assert not group.shutdown(timeout_s=4, cleanup_method="hang"), "it came back, though cleanup waits for ever"
+    assert not group.shutdown(timeout=4, cleanup_method="hang"), "it came back, though cleanup waits for ever"
     assert group.shutdown() is True
     assert repr(group) == f"{kind.__name__}(Recorder, worker=2, shut down)"
     assert placements() == before

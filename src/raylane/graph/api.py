@@ -21,7 +21,7 @@ _NAMES_OF_RAY = {
     "_max_inflight_executions": "use max_inflight",
     "_max_buffered_results": "leave it out: the number of results that wait to be read is not limited",
     "_buffer_size_bytes": "leave it out: large messages get memory of their own",
-    "_submit_timeout": "use timeout_s",
+    "_submit_timeout": "use timeout",
     "_overlap_gpu_communication": "use overlap",
     "_default_communicator": "leave it out: edges choose their transport",
 }
@@ -49,7 +49,7 @@ def compile(
     node: Any,
     *,
     max_inflight: int = 2,
-    timeout_s: float | None = None,
+    timeout: float | None = None,
     backend: str = "ray",
     exclusive: bool = False,
     fail_fast: str = "output",
@@ -64,7 +64,7 @@ def compile(
     Args:
         node: The output: a node, a `MultiOutputNode`, or a node of Ray's own (`actor.method.bind`).
         max_inflight: Maximum number of executions under way; also the number of slots of every channel.
-        timeout_s: Limit in seconds of every wait of this graph (None: `RAYLANE_TIMEOUT_S`, 60 s).
+        timeout: Limit in seconds of every wait of this graph (None: `RAYLANE_TIMEOUT_S`, 60 s).
         backend: "ray", or "inline" to run plain objects in this process, without Ray, for tests.
         exclusive: Methods of the graph and ordinary calls of the same actor never run at the same time.
         fail_fast: With "output" a result fails as soon as a call that its output needs has failed, without waiting for
@@ -81,13 +81,13 @@ def compile(
     """
     _check_number("max_inflight", max_inflight, int, "an int of 1 or more", least=1)
     _check_number("max_lent_bytes", max_lent_bytes, int, "an int of 1 or more (bytes)", least=1)
-    if timeout_s is not None:
-        _check_number("timeout_s", timeout_s, int | float, "a number of seconds, or None", least=0)
+    if timeout is not None:
+        _check_number("timeout", timeout, int | float, "a number of seconds, or None", least=0)
     if backend not in ("ray", "inline"):
         raise ValueError(f"backend must be 'ray' or 'inline', got {backend!r}")
     if fail_fast not in ("output", "leaves"):
         raise ValueError(f"fail_fast must be 'output' or 'leaves', got {fail_fast!r}")
-    timeout_s = settings.TIMEOUT_S.read() if timeout_s is None else timeout_s
+    timeout_s = settings.TIMEOUT_S.read() if timeout is None else timeout
     output = ray_dag.convert(node)
     inline = backend == "inline"
     identify = _identify_object if inline else _identify_actor

@@ -101,7 +101,7 @@ class CallGraph:
         silent = [node for call, node in nodes.items() if not call.returns]
         # `first` makes the calls of silent ranks count: their errors fail the output, their values stay where they are.
         outputs = [first([returning[0], *silent]), *returning[1:]]
-        self.graph: CompiledGraph = compile_graph(MultiOutputNode(outputs), max_inflight=inflight, timeout_s=timeout_s)
+        self.graph: CompiledGraph = compile_graph(MultiOutputNode(outputs), max_inflight=inflight, timeout=timeout_s)
 
     def execute(self, head: Head, slices: Mapping[Path, Arguments], common: Mapping[str, Any]) -> GraphResult:
         """Start one call. Raises GraphValueError if an argument cannot be pickled; then nothing was sent."""
@@ -366,10 +366,10 @@ class CompiledWorkerGroup(WorkerGroup):
                     "workers again, or shutdown()"
                 )
 
-    def shutdown(self, timeout_s: float = 30.0, cleanup_method: str | None = None) -> bool:
+    def shutdown(self, timeout: float = 30.0, cleanup_method: str | None = None) -> bool:
         """End all workers, as `WorkerGroup.shutdown`."""
-        self._send_within = Deadline(timeout_s / 2)
-        return super().shutdown(timeout_s, cleanup_method)
+        self._send_within = Deadline(timeout / 2)
+        return super().shutdown(timeout, cleanup_method)
 
     def _end_processes(self, deadline: float) -> bool:
         # Before the lock: a thread that waits for its turn holds it, and wakes when its graph ends.

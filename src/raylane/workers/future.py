@@ -92,14 +92,14 @@ class GroupFuture:
         """Return the ranks of called workers that have not answered. Does not wait."""
         return self.calls.late_ranks(self.plan)
 
-    def results(self, timeout_s: float | None = None) -> list[Any]:
+    def results(self, timeout: float | None = None) -> list[Any]:
         """Wait for all called workers, and return the results of the returning ones by ascending rank.
 
         Raises WorkerLostError if a worker died (within about a second of its death), and WorkerCallError if a method
-        raised (the remote traceback is the cause) or `timeout_s` seconds passed (None: no limit).
+        raised (the remote traceback is the cause) or `timeout` seconds passed (None: no limit).
         """
         try:
-            values = self.calls.values(self.label, self.plan, Deadline(timeout_s))
+            values = self.calls.values(self.label, self.plan, Deadline(timeout))
         except WorkerGroupError:
             if not self._counted:
                 self._counted = True
@@ -109,10 +109,10 @@ class GroupFuture:
         if values is None:
             late = self.late_ranks()
             raise WorkerCallError(
-                f"{self.label}: ranks {late} have not answered within {timeout_s} s. Nothing is lost: ask again, "
+                f"{self.label}: ranks {late} have not answered within {timeout} s. Nothing is lost: ask again, "
                 "or shut the group down",
                 ranks=late,
-                timeout_s=timeout_s,
+                timeout_s=timeout,
             )
         return values
 

@@ -120,7 +120,7 @@ class WorkerGroup:
             self._start(time.monotonic() + self._options.start_timeout_s)
         except BaseException:
             # No reference to the group reaches the caller, so nobody else could shut down what was started.
-            self.shutdown(timeout_s=10)
+            self.shutdown(timeout=10)
             raise
 
     @property
@@ -350,7 +350,7 @@ class WorkerGroup:
                 timeout_s=limit,
             ) from error
 
-    def rebuild_worker(self, rank: int, timeout_s: float | None = None) -> None:
+    def rebuild_worker(self, rank: int, timeout: float | None = None) -> None:
         """Construct the worker of a rank again after Ray restarted its process (`max_restarts`), and wait for it.
 
         The state of the worker is lost, and so is its membership in a process group of torch.distributed.
@@ -359,7 +359,7 @@ class WorkerGroup:
         if self._closed:
             raise WorkerGroupError(f"{self!r}: a worker cannot be rebuilt after shutdown. Start a new group")
         self._failures.count += 1  # what was sent before must not run in the workers that stayed alive
-        self._construct([rank]).results(timeout_s)
+        self._construct([rank]).results(timeout)
 
     def recover(self) -> None:
         """End all worker processes and start the group again, after a worker died or is stuck; wait until it is ready.
@@ -378,18 +378,18 @@ class WorkerGroup:
             self._end_processes(time.monotonic() + _KILL_RESERVE_S)
             raise
 
-    def shutdown(self, timeout_s: float = 30.0, cleanup_method: str | None = None) -> bool:
-        """End all workers and remove the placement group; wait at most about `timeout_s` seconds.
+    def shutdown(self, timeout: float = 30.0, cleanup_method: str | None = None) -> bool:
+        """End all workers and remove the placement group; wait at most about `timeout` seconds.
 
         `cleanup_method` is called on every worker first. An error or timeout of this method is logged, and the workers
         are killed all the same. Returns True if everything succeeded. A second call does nothing and returns True.
         """
         if self._closed:
             return True
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + timeout
         clean = True
         if cleanup_method is not None and self._actors and ray.is_initialized():
-            reserve_s = min(_KILL_RESERVE_S, timeout_s / 2)
+            reserve_s = min(_KILL_RESERVE_S, timeout / 2)
             self._failures.count += 1  # a rank whose failure nobody has read cleans up too
             try:
                 check_call(self.worker_class, cleanup_method, 0, ())

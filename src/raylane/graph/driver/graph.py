@@ -57,8 +57,8 @@ class CompiledGraph:
     def execute(self, *args: Any, **kwargs: Any) -> GraphResult:
         """Start one execution with these inputs and return its result, which may not be done yet.
 
-        Waits while `max_inflight` executions are under way, at most `timeout_s` (GraphTimeoutError; then nothing was
-        started). The inputs may be changed as soon as this returns.
+        Waits while `max_inflight` executions are under way, at most the graph's `timeout` (GraphTimeoutError; then
+        nothing was started). The inputs may be changed as soon as this returns.
 
         TypeError if the inputs are not those that the graph names; GraphValueError if an input cannot be pickled;
         GraphActorDiedError or GraphClosedError if the graph has ended.
@@ -112,8 +112,8 @@ class CompiledGraph:
         """Error that has ended the graph; None while it runs."""
         return self._connections.lifecycle.error
 
-    def drain(self, timeout_s: float | None = None, *, remaining: int = 0, stop_at_failure: bool = False) -> bool:
-        """Wait until at most `remaining` executions are under way, for `timeout_s` seconds at most (None: no limit).
+    def drain(self, timeout: float | None = None, *, remaining: int = 0, stop_at_failure: bool = False) -> bool:
+        """Wait until at most `remaining` executions are under way, for `timeout` seconds at most (None: no limit).
 
         Return False after the timeout. With `stop_at_failure` also return False as soon as an execution has failed of
         which other calls still run. Reads no result.
@@ -123,7 +123,7 @@ class CompiledGraph:
         def failed() -> bool:
             return stop_at_failure and any(result._done for result in tuple(pending))
 
-        self._collector.collect_until(lambda: len(pending) <= remaining or failed(), Deadline(timeout_s))
+        self._collector.collect_until(lambda: len(pending) <= remaining or failed(), Deadline(timeout))
         return len(pending) <= remaining
 
     def ended(self, result: GraphResult) -> bool:
@@ -224,9 +224,9 @@ class CompiledGraph:
     def recompile(self) -> CompiledGraph:
         """End this graph and return a new one: same nodes, same actors, same options.
 
-        Use this after an actor has died that Ray restarts (`max_restarts`). Waits at most `timeout_s` until all actors
-        are alive again and free. Pending results of this graph raise GraphClosedError, or the error that has ended the
-        graph. A restarted actor has the state that its `__init__` leaves.
+        Use this after an actor has died that Ray restarts (`max_restarts`). Waits at most the graph's `timeout` until
+        all actors are alive again and free. Pending results of this graph raise GraphClosedError, or the error that has
+        ended the graph. A restarted actor has the state that its `__init__` leaves.
 
         GraphActorDiedError names an actor that Ray does not restart; GraphTimeoutError an actor that is not alive in
         time, or is busy. After both this method can be called again.

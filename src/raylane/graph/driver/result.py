@@ -49,7 +49,7 @@ class GraphResult(native.Result):
     def get(self, timeout: float | None = None) -> Any:
         """Return the output (for a MultiOutputNode the list of outputs).
 
-        Waits up to `timeout` seconds (None: the graph's `timeout_s`), without using CPU. Raises the error of a call
+        Waits up to `timeout` seconds (None: the graph's `timeout`), without using CPU. Raises the error of a call
         that the output needs as soon as it has failed, while other calls may still be running.
 
         Raises the method's exception (an instance of its class and of `ray.exceptions.RayTaskError`, with the remote
@@ -227,7 +227,7 @@ def wait(
 ) -> tuple[list[GraphResult], list[GraphResult]]:
     """Return (done, not done), each in the order given: like `ray.wait`, for results of one or several graphs.
 
-    Waits until `num_returns` are done or for `timeout` seconds (None: the first graph's `timeout_s`).
+    Waits until `num_returns` are done or for `timeout` seconds (None: the first graph's `timeout`).
     """
     for result in results:
         if not isinstance(result, GraphResult):

@@ -219,6 +219,6 @@ class Submitter:
         """Return the error for an execution that got no capacity in time."""
         return GraphTimeoutError(
             f"{self._max_inflight} executions were under way for {self._timeout_s} s: "
-            f"{self._collector.describe_wait(self._executions.completed)}. Nothing was started; raise timeout_s, or "
+            f"{self._collector.describe_wait(self._executions.completed)}. Nothing was started; raise timeout, or "
             "look for a slow call in stats()"
         )

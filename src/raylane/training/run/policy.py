@@ -134,7 +134,7 @@ class Policy(Generic[Config]):
             self.facts: dict[str, Any] = self._set_up()
             """Facts about the model for the log, as `setup` of the workers returns them."""
         except BaseException:  # also KeyboardInterrupt: workers must not remain without a handle
-            self.group.shutdown(timeout_s=10)
+            self.group.shutdown(timeout=10)
             raise
 
     def call(self, method: str, *args: Any) -> Any:
@@ -410,7 +410,7 @@ class Policy(Generic[Config]):
 
     def abandon(self) -> None:
         """Kill the workers at once: after a failure, some may wait forever for workers that have ended."""
-        self.group.shutdown(timeout_s=10)
+        self.group.shutdown(timeout=10)
 
     def _send(self, method: str, *args: Any, passes: tuple[Pass, ...] = ()) -> GroupFuture:
         """Call a method on all workers with the same arguments; only one worker sends its result back."""
