@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from raylane.transport.produce.ray_plugin import register_with_ray
     from raylane.transport.read.opened import OpenedValue, TensorInfo
     from raylane.transport.read.opened import open_value as open
-    from raylane.transport.register import register_transport
+    from raylane.transport.register import add_ray_transport
     from raylane.transport.value.arrays import empty, empty_like
     from raylane.workers.batch import BatchDict
     from raylane.workers.compiled import CompiledWorkerGroup
@@ -57,7 +57,7 @@ _HOME = {  # module of each public name
     "method": "raylane.transport.api",
     "put": "raylane.transport.api",
     "register_with_ray": "raylane.transport.produce.ray_plugin",
-    "register_transport": "raylane.transport.register",
+    "add_ray_transport": "raylane.transport.register",
     "stats": "raylane.transport.api",
     "wait_tensor_freed": "raylane.transport.api",
     "OpenedValue": "raylane.transport.read.opened",
@@ -93,6 +93,7 @@ __all__ = [
     "WorkerGroup",
     "WorkerOptions",
     "__version__",
+    "add_ray_transport",
     "bind",
     "compile",
     "create_collective_group",
@@ -110,7 +111,6 @@ __all__ = [
     "open",
     "options",
     "put",
-    "register_transport",
     "register_with_ray",
     "rl",
     "stats",

@@ -317,7 +317,7 @@ def test_edges_between_hosts_and_their_names(ray_session: None, tmp_path: Path) 
 
 def test_registered_transport_carries_an_edge(three: list[Any]) -> None:
     a, b, _ = three
-    raylane.register_transport("edgefile", FileManager)
+    raylane.add_ray_transport("edgefile", FileManager)
     with raylane.InputNode() as x:
         node = bind(b.total, bind(a.reuse, x).with_tensor_transport("edgefile"))
     with raylane.compile(node) as g:

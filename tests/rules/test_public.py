@@ -49,7 +49,7 @@ def test_public_names() -> None:
         "open",
         "options",
         "put",
-        "register_transport",
+        "add_ray_transport",
         "register_with_ray",
         "rl",
         "stats",

@@ -21,7 +21,7 @@ class AdapterContract(BackendContract):
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
     def _registered(cls, ray_session: None) -> Iterator[None]:
-        raylane.register_transport(cls.name, cls.manager)
+        raylane.add_ray_transport(cls.name, cls.manager)
         yield
         backends().pop(cls.name, None)
 

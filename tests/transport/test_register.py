@@ -44,7 +44,7 @@ TOTAL = N * (N - 1) / 2
 @contextlib.contextmanager
 def holders(count: int, **managers: Any) -> Iterator[list[Any]]:
     for name, manager in managers.items():
-        raylane.register_transport(name, manager)
+        raylane.add_ray_transport(name, manager)
     actors = [ray.remote(num_cpus=0)(Holder).remote() for _ in range(count)]
     try:
         yield actors
@@ -112,15 +112,15 @@ def test_killed_source_ends_a_transfer(eventually: Any) -> None:
 
 def test_mistakes_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TypeError, match=r"subclass of ray\.experimental\.TensorTransportManager, got 3"):
-        raylane.register_transport("x", 3)
+        raylane.add_ray_transport("x", 3)
     with pytest.raises(ValueError, match="in lower case such as 'hccl', got 'HCCL'"):
-        raylane.register_transport("HCCL", FileManager)
+        raylane.add_ray_transport("HCCL", FileManager)
     with pytest.raises(ValueError, match="name='tcp' is a transport of raylane"):
-        raylane.register_transport("tcp", FileManager)
+        raylane.add_ray_transport("tcp", FileManager)
     with pytest.raises(ValueError, match="devices must be a list"):
-        raylane.register_transport("x", FileManager, devices="cpu")
+        raylane.add_ray_transport("x", FileManager, devices="cpu")
     with pytest.raises(ValueError, match="unknown"):
         raylane.put(torch.ones(3), tensor_transport="nobody-knows-this")
     monkeypatch.setattr("ray.is_initialized", lambda: False)
     with pytest.raises(TransportUnavailableError, match=r"ray\.init"):
-        raylane.register_transport("x", FileManager)
+        raylane.add_ray_transport("x", FileManager)

@@ -15,7 +15,7 @@ from raylane.transport.backends.ray_managers.backend import ManagedBackend
 from raylane.transport.backends.registry import backends
 
 
-def register_transport(name: str, manager_class: Any, *, devices: Sequence[str] = ("cpu",)) -> None:
+def add_ray_transport(name: str, manager_class: Any, *, devices: Sequence[str] = ("cpu",)) -> None:
     """Make a tensor transport that was written for Ray available as `tensor_transport=name`, in the whole cluster.
 
     Call it once, in any process that is connected to Ray, before the name is used in `raylane.method`, `put` or `get`.

@@ -38,7 +38,7 @@ class ManagedBackend(ChannelBackend):
         # In the source this may be the first use of the name: whoever published the value needed only the name.
         if registered is None:
             raise TransportUnavailableError(
-                f"tensor_transport={self.name!r} is not registered in this Ray cluster. Call raylane.register_transport"
+                f"tensor_transport={self.name!r} is not registered in this Ray cluster. Call raylane.add_ray_transport"
             )
         if rank == 1:
             # Managers of collective transports find the ranks of the two processes by their actors.
