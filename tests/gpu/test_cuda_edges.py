@@ -40,8 +40,22 @@ class Member:
     def total(self, value: dict[str, Any]) -> float:
         return float(value["state"].double().sum())
 
+    def wide(self, x: float) -> dict[str, Any]:
+        """Return a tensor of 16 MB; its kernels have not run yet."""
+        torch.cuda._sleep(SLEEP_CYCLES)
+        return {"state": torch.full((4 * COUNT,), x, device="cuda")}
+
+    def few(self, x: float) -> torch.Tensor:
+        return torch.full((10,), x, device="cuda")
+
+    def sum_of(self, value: torch.Tensor) -> float:
+        return float(value.sum())
+
     def entries(self) -> int:
         return int(raylane.stats()["entries"])
+
+    def reads(self, transport: str) -> int:
+        return int(raylane.stats().get(transport, 0))
 
 
 @pytest.fixture
@@ -63,6 +77,25 @@ def test_kernels_end_before_the_reader_sees_the_tensor(pair: list[Any], transpor
     with raylane.compile(node, max_inflight=3) as g:
         results = [g.execute(float(i)) for i in range(9)]
         assert [result.get() for result in results] == [float(i) * COUNT for i in range(9)]
+    assert ray.get([one.entries.remote() for one in pair]) == [0, 0]
+
+
+def test_large_tensors_go_from_device_to_device_without_a_word(pair: list[Any]) -> None:
+    a, b = pair
+    with raylane.InputNode() as x:
+        node = bind(b.total, bind(a.wide, x))
+    with raylane.compile(node) as g:
+        assert "large CUDA tensors" in g.show()
+        before = ray.get(b.reads.remote("cuda_ipc"))
+        assert [g.execute(float(i)).get() for i in range(3)] == [4.0 * i * COUNT for i in range(3)]
+        assert ray.get(b.reads.remote("cuda_ipc")) == before + 3
+        with raylane.compile(bind(b.sum_of, bind(a.few, 2.0))) as small:
+            assert small.execute().get() == 20.0
+        assert ray.get(b.reads.remote("cuda_ipc")) == before + 3
+    with raylane.InputNode() as x:
+        node = bind(a.late, x)
+    with raylane.compile(node) as g:  # the driver is no actor: host memory, to the driver's device
+        assert float(g.execute(1.0).get()["state"].double().sum()) == COUNT
     assert ray.get([one.entries.remote() for one in pair]) == [0, 0]
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from tests.graph.graphs import random_plan
 
+from raylane.core.place import Place
 from raylane.graph.plan import routing
 from raylane.graph.plan.ir import DRIVER
 
@@ -96,3 +98,17 @@ def test_connections_never_wait_in_a_circle() -> None:
     for relay in found.relays:
         for _, level in found.onward(relay.member):
             assert level == arrives[relay.member] + 1
+
+
+def test_edges_between_gpus_of_one_host_publish_large_tensors() -> None:
+    one, other = (Place(boot, 1, 1, 0, 7, 1, "host") for boot in ("one", "other"))
+    plan = random_plan(random.Random(3), tasks=12, members=4)
+    assert routing.publishing_cuda(plan, {}) is plan
+    places = {1: one, 2: one, 3: other}
+    marked = routing.publishing_cuda(plan, places)
+    assert {edge.publishes_cuda for edge in marked.edges} == {True, False}
+    for edge in marked.edges:
+        ends = {edge.writer, *edge.readers}
+        assert edge.publishes_cuda == (ends <= {1, 2}), edge
+    named = replace(plan, edges=tuple(replace(edge, transport="shm") for edge in plan.edges))
+    assert not any(edge.publishes_cuda for edge in routing.publishing_cuda(named, places).edges)

@@ -28,6 +28,7 @@ from raylane.errors import GraphActorDiedError, GraphClosedError, GraphError, Gr
 from raylane.graph.worker.loop import graph_loop
 from raylane.transport.backends.nixl.agents import Agents
 from raylane.transport.link.endpoint import endpoint
+from raylane.transport.produce import staging
 from raylane.transport.produce.staging import EdgeStage
 
 pytestmark = pytest.mark.ray
@@ -502,6 +503,36 @@ def test_transfer_ends_with_the_time_limit(pair: list[Any]) -> None:
     os.kill(pid, signal.SIGCONT)
     assert g.execute(4.0).get(timeout=20) == 4 * LARGE
     g.teardown()
+
+
+def test_large_tensors_on_gpus_are_published_where_nothing_is_named(pair: list[Any]) -> None:
+    a, b = pair
+    ray.get([one.__ray_call__.remote(_seem_to_have_gpu) for one in pair])
+    with raylane.InputNode() as x:
+        node = bind(b.tied, bind(a.mixed, x))
+    with raylane.compile(node) as g:
+        assert "large CUDA tensors" in g.show()
+        for i in range(5):
+            assert g.execute(float(i)).get() == (7.0, float(i) * LARGE, True, float(i), True)
+        assert ray.get(b.stats.remote())["host"] == 5
+        ray.get(a.__ray_call__.remote(_refuse_to_publish))  # as a device does that has no memory for the copy
+        for i in range(5):
+            assert g.execute(float(i)).get() == (7.0, float(i) * LARGE, True, float(i), True)
+        assert ray.get(b.stats.remote())["host"] == 5
+    wait_until_empty(pair)
+
+
+def _seem_to_have_gpu(instance: Any) -> None:
+    torch.cuda.is_available = lambda: True
+    staging._on_gpu = lambda leaf: isinstance(leaf, torch.Tensor)  # type: ignore[attr-defined]
+    staging.LARGE_ON_GPU_BYTES = 4 * LARGE
+
+
+def _refuse_to_publish(instance: Any) -> None:
+    def refuse(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    EdgeStage.publish = refuse  # type: ignore[method-assign, assignment]
 
 
 def _sessions(instance: Any) -> int:

@@ -19,14 +19,14 @@ PACKAGE = ROOT / "src" / "raylane"
 BUDGETS = {
     "cli": 1048,
     "core": 1807,
-    "graph": 6677,
+    "graph": 6696,
     "modules": 552,
     "nemo": 988,
     "rl": 2945,
     "sft": 3056,
     "testing": 206,
     "training": 7565,
-    "transport": 7757,
+    "transport": 7761,
     "weights": 5139,
     "workers": 1473,
 }

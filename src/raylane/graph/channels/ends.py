@@ -14,7 +14,6 @@ from raylane.graph.channels.lease import LeasePool, LeaseReader
 from raylane.graph.channels.peer_link import FanOutWriter, PeerLink, Writer
 from raylane.graph.channels.published import EdgeWriter, PublishingWriter
 from raylane.graph.channels.ring import ProcessDoorbell, RingReader, RingSpec, RingWriter
-from raylane.graph.nodes import EDGE_TRANSPORTS
 from raylane.graph.plan.ir import DRIVER, Edge
 
 
@@ -55,9 +54,7 @@ class ChannelEnds:
     def edge_writer(self, edge: Edge, label: str, pool: LeasePool) -> EdgeWriter:
         """Open the writing end of an edge; `label` names its value."""
         writer = self.writer(edge.index, pool)
-        if edge.transport in EDGE_TRANSPORTS:
-            return writer
-        return PublishingWriter(writer, edge.transport, self._layout.slots(edge.index), label)
+        return PublishingWriter(writer, edge, self._layout.slots(edge.index), label) if edge.may_publish else writer
 
     def writer(self, channel: int, pool: LeasePool) -> Writer:
         """Open the writing end of a channel: the ring's own writer where no message leaves this host."""

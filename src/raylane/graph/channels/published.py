@@ -10,7 +10,9 @@ A free slot is the acknowledgement. The driver admits an execution when the one 
 then every reader has fetched its tensors (`ring`). So each edge holds at most one value for each slot, and no message
 says that a value may be freed.
 
-Values without tensors or arrays, and small ones, travel as over any other edge.
+Values without tensors or arrays, and small ones, travel as over any other edge. An edge with `auto` between actors with
+GPUs on one host publishes messages with large CUDA tensors only (`Edge.publishes_cuda`): where the device has no memory
+for a copy, they too travel through host memory.
 """
 
 from __future__ import annotations
@@ -64,11 +66,12 @@ def check_available(plan: Plan, member: int) -> None:
 class PublishingWriter:
     """Writing end of an edge that publishes tensors. Used by one thread at a time, except `close`."""
 
-    def __init__(self, under: Writer, transport: str, slots: int, label: str) -> None:
+    def __init__(self, under: Writer, edge: Edge, slots: int, label: str) -> None:
         """Send messages over `under`. `label` names the value for messages and for `raylane memory`."""
         self.under = under
         """Writing end of the channel that carries the tickets."""
-        self._transport = transport
+        self._transport = edge.transport
+        self._large_cuda_only = edge.publishes_cuda
         self._label = f"edge {label}"
         self._staging = staging()
         self._stages = [self._staging.EdgeStage() for _ in range(slots)]
@@ -103,8 +106,11 @@ class PublishingWriter:
         if message is not None:
             return message
         encoder.renew()
+        if self._large_cuda_only and getattr(value, "is_cpu", False):
+            return encoder.encode(value)
         skeleton, leaves = messages.split(value)
-        if not self._staging.worth_publishing(leaves, self._transport):
+        worth = self._staging.large_on_gpu if self._large_cuda_only else self._staging.worth_publishing
+        if not worth(leaves, self._transport):
             return encoder.encode(value)
         return Message(TICKET, skeleton, (), leaves)
 
@@ -126,6 +132,8 @@ class PublishingWriter:
         try:
             payload, nbytes = stage.publish(message.held, self._transport, self._label)
         except (RaylaneError, RuntimeError, OSError, MemoryError) as error:  # torch raises RuntimeError without memory
+            if self._large_cuda_only:
+                return self._encoder.encode(messages.join(bytes(message.body), message.held)).copied()
             raise GraphError(f"{self._label} could not be published: {messages.error_text(error)}") from error
         self._published_bytes += nbytes
         if self._closed:  # by another thread meanwhile
@@ -170,7 +178,7 @@ class Fetched:
 
 def fetched_edge(plan: Plan, edge: Edge, reader: int, timeout_s: float | None) -> Fetched | None:
     """Return the record of an edge into a member; None if its messages carry their tensors themselves."""
-    if edge.transport in EDGE_TRANSPORTS:
+    if not edge.may_publish:
         return None
     return Fetched(edge.transport, plan.source_label(edge.value), plan.members[reader], timeout_s)
 

@@ -31,6 +31,7 @@ EXIT_S = 1.0
 """Seconds to wait for the end of a process whose memory has vanished: its files are closed a moment before."""
 
 CUDA_NOTE = "CUDA tensors go through host memory"
+LARGE_CUDA_NOTE = "large CUDA tensors by direct transport"
 
 
 class Connections:
@@ -38,7 +39,7 @@ class Connections:
 
     def __init__(self, plan: Plan, actors: Sequence[Any], infos: Sequence[ActorInfo]) -> None:
         """Create without channels. `actors` and `infos` are those of members 1, 2, ..."""
-        self.plan = plan
+        self.plan = routing.publishing_cuda(plan, {i: info.place for i, info in enumerate(infos, 1) if info.sees_gpu})
         self.actors = list(actors)
         """Handles: a graph keeps its actors alive."""
         self.infos = list(infos)
@@ -64,8 +65,6 @@ class Connections:
         """Eventfd of this process, which wakes its asyncio loops."""
         self.wake_refused: str | None = None
         """Reason why an actor of this host cannot write to `wake_fd`; None if all can."""
-        self.with_gpus: set[int] = set()
-        """Members whose torch sees a GPU."""
 
     def wake_from_receivers(self) -> None:
         """Let the receivers of messages from other hosts write to the eventfd, as actors of this host do."""
@@ -83,7 +82,9 @@ class Connections:
             kind, notes = routing.kind(route), [routing.note(route, self.plan.members)]
             if edge.transport not in EDGE_TRANSPORTS:
                 kind, notes = edge.transport, [f"tickets: {kind}", *notes]
-            elif self.with_gpus.intersection((edge.writer, *edge.readers)):
+            elif edge.publishes_cuda:
+                notes.append(LARGE_CUDA_NOTE)
+            elif any(self.infos[member - 1].sees_gpu for member in (edge.writer, *edge.readers) if member != DRIVER):
                 notes.append(CUDA_NOTE)
             kind = "tcp" if edge.transport == "tcp" else kind
             kinds[edge.index] = [(kind, "; ".join(filter(None, notes)))]

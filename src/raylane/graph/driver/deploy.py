@@ -85,8 +85,7 @@ def _open_channels(connections: Connections, setup: ChannelSetup, deadline: Dead
         setup.open_own_ends(deadline)
         joins = {member: (bootstrap.join_graph, *program) for member, program in enumerate(setup.programs(), 1)}
         answers = _call_all(plan, actors, joins, deadline)
-        connections.wake_refused = next((refused for refused, _ in answers.values() if refused), None)
-        connections.with_gpus = {member for member, (_, gpus) in answers.items() if gpus}
+        connections.wake_refused = next(filter(None, answers.values()), None)
         connections.wake_from_receivers()
     except BaseException as error:
         connections.close(0.0)  # actors that have joined leave; no wait, because the caller wants the error

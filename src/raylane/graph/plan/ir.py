@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from raylane.graph.collectives import Collective
+from raylane.graph.nodes import EDGE_TRANSPORTS
 
 DRIVER = 0
 INPUT = -1
@@ -118,6 +119,13 @@ class Edge:
     readers: tuple[int, ...]
     transport: str = "auto"
     """"auto", "shm", "tcp" or a name of direct transport: see `nodes.Node.with_tensor_transport`."""
+    publishes_cuda: bool = False
+    """True if messages with large CUDA tensors go by direct transport: between actors with GPUs on one host."""
+
+    @property
+    def may_publish(self) -> bool:
+        """True if the channel may carry a ticket in place of the tensors of a message."""
+        return self.publishes_cuda or self.transport not in EDGE_TRANSPORTS
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,13 @@ Called by `driver.channel_setup`; `show` prints the result of `kind` and `note`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
+from raylane.core.place import Place
 from raylane.errors import GraphPlanError
 from raylane.graph.nodes import connects_hosts
-from raylane.graph.plan.ir import DRIVER, Plan
+from raylane.graph.plan.ir import DRIVER, Edge, Plan
 
 ARITY = 4
 CONTROL_LEVEL = 0
@@ -164,3 +165,18 @@ def note(channel_route: Route, names: Sequence[str]) -> str:
         for relay in channel_route.relays
     ]
     return "relayed by " + ", ".join(parts)
+
+
+def publishing_cuda(plan: Plan, with_gpus: Mapping[int, Place]) -> Plan:
+    """Return a plan in which edges with `auto` between actors with GPUs on one host may publish large CUDA tensors.
+
+    `with_gpus` has the places of the members that see a GPU.
+    """
+
+    def on_one_host(edge: Edge) -> bool:
+        places = [with_gpus.get(member) for member in (edge.writer, *edge.readers)]
+        first = places[0]
+        return first is not None and all(place is not None and place.same_host(first) for place in places)
+
+    edges = [replace(e, publishes_cuda=e.transport == "auto" and on_one_host(e)) for e in plan.edges]
+    return replace(plan, edges=tuple(edges)) if with_gpus else plan

@@ -29,11 +29,14 @@ from raylane.transport.value.source import Source
 
 def describe_actor(instance: Any) -> ActorInfo:
     """Return facts about this actor. Creates its graph loop, whose thread does not run yet."""
+    # torch is not imported for this question: that would cost the actor 2 s and 200 MB.
+    torch = thread_state.loaded("torch")
     return ActorInfo(
         place=here(),
         name=_ray.describe_self(),
         doorbell=graph_loop().doorbell.segment.path,
         host=settings.HOST.read(),
+        sees_gpu=torch is not None and torch.cuda.is_available(),
     )
 
 
@@ -68,12 +71,11 @@ def abandon_network(instance: Any, graph: str) -> None:
         network.close()
 
 
-def join_graph(instance: Any, packed: bytes, held: list[Any]) -> tuple[str | None, bool]:
+def join_graph(instance: Any, packed: bytes, held: list[Any]) -> str | None:
     """Run a share of a graph from now on.
 
-    Return the reason why this process cannot wake the driver's asyncio loop, and True if its torch sees a GPU.
-    `packed` and `held` are a `Program`, packed by `values.references`. GraphPlanError if a method is missing or cannot
-    be used.
+    Return the reason why this process cannot wake the driver's asyncio loop; None if it can. `packed` and `held` are a
+    `Program`, packed by `values.references`. GraphPlanError if a method is missing or cannot be used.
     """
     program: Program = references.unpack(packed, held)
     loop = _ray.actor_loop()
@@ -98,6 +100,4 @@ def join_graph(instance: Any, packed: bytes, held: list[Any]) -> tuple[str | Non
         undo.pop_all()  # the session owns both from now on
     # Captured here, on the actor's own thread: its `__init__` and earlier calls have set these settings.
     graph_loop().add(session, thread_state.capture())
-    # torch is not imported for this question: that would cost the actor 2 s and 200 MB.
-    torch = thread_state.loaded("torch")
-    return session.wake_refused, torch is not None and torch.cuda.is_available()
+    return session.wake_refused

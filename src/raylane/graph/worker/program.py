@@ -26,6 +26,8 @@ class ActorInfo:
     """Path of the doorbell's segment."""
     host: str
     """Value of RAYLANE_HOST in the actor's environment."""
+    sees_gpu: bool
+    """True if the actor had loaded torch by now, and its torch sees a GPU."""
 
 
 @dataclass(frozen=True)
