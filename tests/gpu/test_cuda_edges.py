@@ -80,7 +80,7 @@ def test_kernels_end_before_the_reader_sees_the_tensor(pair: list[Any], transpor
     assert ray.get([one.entries.remote() for one in pair]) == [0, 0]
 
 
-def test_large_tensors_go_from_device_to_device_without_a_word(pair: list[Any]) -> None:
+def test_large_tensors_go_from_device_to_device_with_auto(pair: list[Any]) -> None:
     a, b = pair
     with raylane.InputNode() as x:
         node = bind(b.total, bind(a.wide, x))

@@ -505,7 +505,7 @@ def test_transfer_ends_with_the_time_limit(pair: list[Any]) -> None:
     g.teardown()
 
 
-def test_large_tensors_on_gpus_are_published_where_nothing_is_named(pair: list[Any]) -> None:
+def test_large_tensors_on_gpus_are_published_with_auto(pair: list[Any]) -> None:
     a, b = pair
     ray.get([one.__ray_call__.remote(_seem_to_have_gpu) for one in pair])
     with raylane.InputNode() as x:
