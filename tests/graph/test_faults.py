@@ -412,6 +412,7 @@ def detached(cluster: None) -> Iterator[tuple[str, list[Any]]]:
     made.clear()
 
 
+@pytest.mark.claim("graphs", "detached actors take part in graphs, and leave one whose driver was killed")
 def test_actors_leave_a_graph_whose_driver_was_killed(detached: Any, eventually: Eventually) -> None:
     namespace, workers = detached
     driver = start_driver(namespace, "keep", "echo", check=CHECK, end="time.sleep(600)")

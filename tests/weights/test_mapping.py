@@ -51,7 +51,7 @@ def distinct(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in tensors.items() if first.setdefault(id(tensor), name) == name}
 
 
-@pytest.mark.claim("weights", "other names and shapes are read by the reader's own loader or by rules")
+@pytest.mark.claim("weights", "Hugging Face folders become models with other names and shapes, experts included")
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_hugging_face_folders_become_models(kind: str, tmp_path: Path) -> None:
     trained, reader = model_of(kind), model_of(kind)
