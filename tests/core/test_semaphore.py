@@ -181,7 +181,7 @@ def _consume(pipe: Pipe, path: str) -> int:
     return wrong
 
 
-@pytest.mark.claim("graphs", "only semaphores order memory between processes")
+@pytest.mark.claim("graphs", "memory that was written before a semaphore's post is seen after the wait")
 @pytest.mark.processes
 def test_memory_written_before_a_post_is_seen_after_the_wait() -> None:
     segment = Segment.make(8192)

@@ -149,6 +149,7 @@ def test_the_tensors_that_were_given_do_not_change(graph: Compile) -> None:
         assert g.execute(shape).get() == [True, True, True]
 
 
+@pytest.mark.claim("graphs", "actors take part in allreduce, allgather and reducescatter; CUDA tensors by host memory")
 def test_allgather_and_reducescatter(graph: Compile) -> None:
     def write(x: Any, ranks: list[Any]) -> list[Any]:
         gathered = allgather.bind([bind(r.ones, x) for r in ranks])

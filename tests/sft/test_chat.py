@@ -42,7 +42,7 @@ def spans(conversation) -> list[str]:
     return [tokenizer().decode(encoded.tokens[start:end]) for start, end in runs(encoded.supervised)]
 
 
-@pytest.mark.claim("fine-tuning", "the loss covers the assistant's tokens of all turns, and nothing else")
+@pytest.mark.claim("fine-tuning", "the loss covers words and end tokens of all turns of the assistant, nothing else")
 def test_mask_covers_assistant_turns_and_end_tokens_only() -> None:
     conversation = talk(
         turn("system", "You are kind."), turn("user", "one?"), turn("assistant", "1"), turn("user", "two?"),

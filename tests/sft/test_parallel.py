@@ -145,7 +145,7 @@ def assert_equal(found: list[dict[str, Any]], wanted: Reference) -> None:
             assert difference < 1e-5, (kind, name, difference, float(value.abs().max()))
 
 
-@pytest.mark.claim("fine-tuning", "every layout of data, tensor, context and pipeline parallelism equals one process")
+@pytest.mark.claim("fine-tuning", "layouts of data, tensor, context and pipeline parallelism equal one process")
 @pytest.mark.parametrize(("layout", "packing"), list(cases_with_marks()))
 def test_layouts_equal_one_process(
     groups: RankGroups, folder: Path, reference: Reference, layout: str, packing: bool

@@ -178,7 +178,7 @@ class Corrupted:
         return [ref]
 
 
-@pytest.mark.claim("transport", '`on_mutation="error"` and `RAYLANE_CHECKSUM=1` find every changed byte, by a checksum')
+@pytest.mark.claim("transport", '`on_mutation="error"` and `RAYLANE_CHECKSUM=1` find changed bytes, by a checksum')
 @pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize("transport", ["host", "tcp"])
 def test_checksum_variable_finds_changed_bytes(transport: str) -> None:

@@ -184,7 +184,7 @@ def test_unused_link_is_closed_after_a_while(server: Server, eventually: Any) ->
     pool.close()
 
 
-@pytest.mark.claim("security", "a listener answers only a handshake, in time, among a thousand unknown connections")
+@pytest.mark.claim("security", "a listener serves among a thousand idle connections, and drops silent ones in time")
 def test_a_thousand_idle_connections(server: Server) -> None:
     idle = []
     for _ in range(1000):
@@ -197,7 +197,7 @@ def test_a_thousand_idle_connections(server: Server) -> None:
     assert server.serves()
 
 
-@pytest.mark.claim("security", "a listener answers only a handshake, in time, among a thousand unknown connections")
+@pytest.mark.claim("security", "a listener serves among a thousand idle connections, and drops silent ones in time")
 def test_silent_connections_are_dropped_in_time(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener, "HANDSHAKE_TIMEOUT_S", 0.05)
     with socket.create_connection(("127.0.0.1", server.listener.port), timeout=10) as sock:

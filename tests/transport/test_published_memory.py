@@ -191,7 +191,7 @@ def test_read_of_resized_array_raises_freed(owner: Any, transport: str) -> None:
             assert _read(owner, ref, transport) == "TensorFreedError", (kind, move)
 
 
-@pytest.mark.claim("transport", '`on_mutation="error"` and `RAYLANE_CHECKSUM=1` find every changed byte, by a checksum')
+@pytest.mark.claim("transport", '`on_mutation="error"` and `RAYLANE_CHECKSUM=1` find changed bytes, by a checksum')
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_strict_read_after_any_write_raises_mutated(owner: Any, transport: str) -> None:
     for write in WRITES:

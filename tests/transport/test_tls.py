@@ -290,7 +290,7 @@ def test_stream_with_tls_stops_waiting_at_its_limit(stream: tuple[Any, Any]) -> 
         sender.recv(1)
 
 
-@pytest.mark.claim("security", "with TLS nothing is sent in the clear, and `gloo` and `nixl` are refused")
+@pytest.mark.claim("security", "with TLS a connection never sends in the clear, and `gloo` and `nixl` are refused")
 def test_shut_connection_never_sends_in_the_clear(stream: tuple[Any, Any]) -> None:
     sender, receiver = stream
     sender.shutdown(socket.SHUT_RD)  # `SSLSocket.shutdown` forgets TLS here, and would send these bytes as they are
@@ -323,7 +323,7 @@ def test_unusable_files_of_tls_are_named(
         server.link()
 
 
-@pytest.mark.claim("security", "with TLS nothing is sent in the clear, and `gloo` and `nixl` are refused")
+@pytest.mark.claim("security", "with TLS a connection never sends in the clear, and `gloo` and `nixl` are refused")
 @pytest.mark.parametrize("name", ["gloo", "nixl"])
 def test_transports_in_the_clear_are_refused_with_tls(use: Use, name: str) -> None:
     there = Source(place.here(), "Actor(A, 1)", "u", "10.0.0.1", 1)

@@ -286,7 +286,7 @@ def test_generations_of_the_same_slots_do_not_overwrite() -> None:
     assert opened.slot < 2
 
 
-@pytest.mark.claim("weights", "no version has ranks of two trainers, in any order of events")
+@pytest.mark.claim("weights", "no version has ranks of two trainers with `trainer=` of their own, in any event order")
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 @pytest.mark.parametrize("old_state", ["living", "ended"])
 def test_trainer_starts_again_with_one_changed_rank(order: tuple[int, int], old_state: str) -> None:
