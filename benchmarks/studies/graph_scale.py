@@ -8,7 +8,7 @@ and one small result of each actor back:
     driver   for each result: receive from a link -> read the ring               -> send to its own relays
 
 A process does one operation at a time. Methods take no time: the figures are the overhead alone. `python -m
-benchmarks.studies.graph_scale` prints the table of docs/design/graphs.md.
+benchmarks.studies.graph_scale` prints the figures of docs/design/scaling.md.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import pytest
 from raylane.core import place
 
 
+@pytest.mark.claim("security", "a listener without descriptors goes on later, and no process counts as dead meanwhile")
 def test_process_is_alive_where_no_descriptor_is_left_to_look() -> None:
     here = place.here()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

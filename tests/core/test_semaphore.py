@@ -181,6 +181,7 @@ def _consume(pipe: Pipe, path: str) -> int:
     return wrong
 
 
+@pytest.mark.claim("graphs", "memory that was written before a semaphore's post is seen after the wait")
 @pytest.mark.processes
 def test_memory_written_before_a_post_is_seen_after_the_wait() -> None:
     segment = Segment.make(8192)
@@ -236,6 +237,7 @@ def test_a_path_that_now_means_another_segment_is_refused() -> None:
     assert Segment.open(other.path).nbytes == 4096
 
 
+@pytest.mark.claim("security", "no process can shrink a shared segment, or offer another file in its place")
 def test_segment_size_cannot_be_changed_by_a_peer() -> None:
     """A peer that shortened it would end every reader with SIGBUS."""
     segment = Segment.make(8192)
@@ -246,6 +248,7 @@ def test_segment_size_cannot_be_changed_by_a_peer() -> None:
     os.close(fd)
 
 
+@pytest.mark.claim("security", "no process can shrink a shared segment, or offer another file in its place")
 @pytest.mark.parametrize("how", ["file", "other memfd", "unsealed"])
 def test_open_refuses_what_is_no_segment(tmp_path: Path, how: str) -> None:
     if how == "file":

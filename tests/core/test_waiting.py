@@ -66,6 +66,7 @@ class Machine:
 # Budget
 
 
+@pytest.mark.claim("graphs", "a waiter yields the CPU or sleeps, by the durations of recent waits and yields")
 @pytest.mark.parametrize(
     ("waits", "budget_ns"),
     [
@@ -101,6 +102,7 @@ def test_budget_that_never_yields_stays_zero() -> None:
 # Pauses
 
 
+@pytest.mark.claim("graphs", "a waiter yields the CPU or sleeps, by the durations of recent waits and yields")
 def test_slow_yield_pause_is_proportional_to_the_loss() -> None:
     for lost_ns in (SLOW_NS + 1, LOSS_NS, MAX_LOSS_NS):
         machine = Machine()
@@ -249,6 +251,7 @@ def test_doorbell_takes_a_post_that_is_there_at_once() -> None:
     assert policy.waits == []  # no wait to report
 
 
+@pytest.mark.claim("graphs", "a waiter sleeps when its budget of yields is spent")
 def test_doorbell_sleeps_when_the_budget_is_spent() -> None:
     policy = Policy(1)  # the first yield takes longer
     assert not native.Doorbell(made(1).memory, policy).wait(0.01)

@@ -28,6 +28,7 @@ class Rank:
         return float(x.sum())
 
 
+@pytest.mark.claim("graphs", "actors take part in allreduce, allgather and reducescatter; CUDA tensors by host memory")
 def test_collectives_of_cuda_tensors() -> None:
     actors = [ray.remote(num_gpus=0.1)(Rank).remote() for _ in range(2)]
     with raylane.InputNode() as x:

@@ -69,6 +69,7 @@ def pair(cluster: None) -> Iterator[list[Any]]:
         ray.kill(one)
 
 
+@pytest.mark.claim("graphs", "edges carry CUDA tensors by NCCL, CUDA IPC or NIXL on request, else through host memory")
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_kernels_end_before_the_reader_sees_the_tensor(pair: list[Any], transport: str) -> None:
     a, b = pair

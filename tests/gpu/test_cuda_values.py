@@ -76,6 +76,8 @@ def pair() -> Iterator[tuple[Any, Any]]:
         ray.kill(actor)
 
 
+@pytest.mark.claim("transport", "CUDA tensors go by CUDA IPC between processes of one GPU")
+@pytest.mark.claim("transport", "one value may hold CPU and CUDA tensors, of every dtype of torch")
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_leaves_arrive_on_their_devices(pair: tuple[Any, Any], transport: str) -> None:
     maker, reader = pair
@@ -149,6 +151,7 @@ def test_expandable_segments_are_explained() -> None:
         ray.kill(actor)
 
 
+@pytest.mark.claim("transport", "CUDA memory of another GPU is opened where it is, if possible (never run)")
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices here")
 @pytest.mark.parametrize("transport", ["cuda_ipc", "nccl"])
 def test_between_two_devices(transport: str) -> None:

@@ -26,6 +26,7 @@ def trained() -> Iterator[dict[str, torch.Tensor]]:
     weights.drop("policy")
 
 
+@pytest.mark.claim("weights", "CUDA tensors are published on a stream of their own (run on one GPU)")
 @pytest.mark.parametrize("apply", ["copy", "swap"])
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_versions_reach_readers_on_gpu_and_host(trained: dict[str, torch.Tensor], apply: str, device: str) -> None:
@@ -41,6 +42,7 @@ def test_versions_reach_readers_on_gpu_and_host(trained: dict[str, torch.Tensor]
         assert all(bool(tensor.eq(step).all()) for tensor in read.values())
 
 
+@pytest.mark.claim("weights", "CUDA tensors are published on a stream of their own (run on one GPU)")
 def test_publication_waits_for_work_queued_before_and_not_after(trained: dict[str, torch.Tensor]) -> None:
     publisher = weights.Publisher("policy", trained, keep=KEEP)
     read = {name: tensor.cpu() for name, tensor in trained.items()}

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.usefixtures("clean")
 Compile = Callable[..., Any]
 
 
+@pytest.mark.claim("graphs", "asyncio awaits results by an eventfd, or by a thread where the kernel forbids that")
 def test_await_in_any_order_and_again(workers: list[Any], graph: Compile) -> None:
     g = graph(lambda x: raylane.bind(workers[0].echo, x), max_inflight=4)
 
@@ -57,6 +58,7 @@ def test_many_tasks_wait_for_a_place_without_blocking_the_loop(workers: list[Any
     assert beats > 1
 
 
+@pytest.mark.claim("graphs", "threads and asyncio tasks may use one graph at the same time")
 def test_threads_and_tasks_share_a_graph(workers: list[Any], graph: Compile) -> None:
     g = graph(lambda x: raylane.bind(workers[0].echo, x), max_inflight=3)
     wrong: list[Any] = []
@@ -149,6 +151,7 @@ async def _of(awaitable: Any) -> Any:
     return await awaitable
 
 
+@pytest.mark.claim("graphs", "asyncio awaits results by an eventfd, or by a thread where the kernel forbids that")
 def test_without_pidfd_getfd_a_thread_waits(
     workers: list[Any], graph: Compile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,6 +190,7 @@ def test_errors_are_raised_by_await(workers: list[Any], graph: Compile) -> None:
     asyncio.run(use())
 
 
+@pytest.mark.claim("graphs", "unmodified Ray actors take part in a graph, with ordinary and coroutine methods")
 def test_coroutine_methods_run_on_their_actors_loop(ray_session: None, graph: Compile) -> None:
     actor = ray.remote(num_cpus=0.1)(AsyncWorker).remote()
     with raylane.InputNode() as x:

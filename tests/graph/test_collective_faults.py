@@ -48,6 +48,7 @@ def _check(g: Any, count: int = 3) -> None:
     assert [one.tolist() for one in g.execute(torch.ones(2)).get()] == [[count] * 2] * count
 
 
+@pytest.mark.claim("graphs", "an error in a collective reaches all actors; a death ends the graph, and none waits on")
 @pytest.mark.processes
 def test_an_actor_that_dies_ends_the_graph_alone(three: list[Any]) -> None:
     g = _reduced(three, "wait")
@@ -62,6 +63,7 @@ def test_an_actor_that_dies_ends_the_graph_alone(three: list[Any]) -> None:
         _check(again)
 
 
+@pytest.mark.claim("graphs", "an error in a collective reaches all actors; a death ends the graph, and none waits on")
 def test_an_error_of_one_actor_reaches_all(three: list[Any]) -> None:
     with raylane.InputNode() as x:
         given = [bind(three[0].echo, x), bind(three[1].fail, x), bind(three[2].echo, x)]

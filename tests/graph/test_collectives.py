@@ -81,6 +81,7 @@ def graph(ranks: list[Any]) -> Iterator[Compile]:
         one.teardown()
 
 
+@pytest.mark.claim("graphs", "actors take part in allreduce, allgather and reducescatter; CUDA tensors by host memory")
 @pytest.mark.parametrize(("op", "wanted"), [("sum", 6), ("prod", 6), ("min", 1), ("max", 3), ("avg", 2)])
 def test_allreduce_gives_every_actor_the_same(graph: Compile, op: str, wanted: int) -> None:
     g = graph(lambda x, ranks: allreduce.bind([bind(r.ones, x) for r in ranks], op=op))
@@ -100,6 +101,7 @@ def _compile_with_ray(node: Any, value: Any) -> Any:
         theirs.teardown(kill_actors=False)
 
 
+@pytest.mark.claim("graphs", "collectives of Ray's graphs run unchanged, with the same results")
 def test_a_graph_of_ray_gives_what_ray_gives(actors: list[Any]) -> None:
     """One operation: Ray's communicator for CPUs keeps a barrier actor, which a second graph of Ray would meet."""
     with dag.InputNode() as x:
@@ -121,6 +123,7 @@ def test_a_graph_of_ray_gives_what_ray_gives(actors: list[Any]) -> None:
         assert one.dtype == other.dtype
 
 
+@pytest.mark.claim("graphs", "collectives of Ray's graphs run unchanged, with the same results")
 def test_collectives_of_ray_are_translated(actors: list[Any]) -> None:
     with dag.InputNode() as x:
         given = [actor.ones.bind(x) for actor in actors]
@@ -146,6 +149,7 @@ def test_the_tensors_that_were_given_do_not_change(graph: Compile) -> None:
         assert g.execute(shape).get() == [True, True, True]
 
 
+@pytest.mark.claim("graphs", "actors take part in allreduce, allgather and reducescatter; CUDA tensors by host memory")
 def test_allgather_and_reducescatter(graph: Compile) -> None:
     def write(x: Any, ranks: list[Any]) -> list[Any]:
         gathered = allgather.bind([bind(r.ones, x) for r in ranks])
@@ -262,6 +266,7 @@ def _branches(x: Any, ranks: list[Any]) -> list[Any]:
     return [*[bind(r.echo, one) for r, one in zip(ranks, reduced, strict=True)], *[bind(r.echo, x) for r in ranks]]
 
 
+@pytest.mark.claim("graphs", "with overlap, an actor first runs the calls that need not wait for a collective")
 def test_with_overlap_an_actor_first_runs_what_need_not_wait(graph: Compile) -> None:
     plain, overlapped = graph(_branches), graph(_branches, overlap=True)
     assert _order(plain) == ["ones", "allreduce.sum.share", "allreduce.sum", "echo", "echo"]

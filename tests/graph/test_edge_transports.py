@@ -47,6 +47,7 @@ def test_items_go_the_way_of_their_value() -> None:
     }
 
 
+@pytest.mark.claim("graphs", "each value may name its transport; one that a process lacks is refused with the reason")
 def test_unknown_and_impossible_transports_are_refused() -> None:
     with raylane.InputNode() as x:
         node = bind(Worker().pair, x)
@@ -95,6 +96,7 @@ def three(ray_session: None) -> Iterator[list[Any]]:
     made.clear()
 
 
+@pytest.mark.claim("graphs", "each value may name its transport; one that a process lacks is refused with the reason")
 def test_values_over_tcp_within_a_host(three: list[Any]) -> None:
     a, b, c = three
     with raylane.InputNode() as x:

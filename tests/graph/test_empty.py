@@ -219,6 +219,7 @@ def held(array: Any) -> int:
     return region.held_count
 
 
+@pytest.mark.claim("graphs", "arrays that arrive without a copy may be kept; the writer waits for their memory")
 def test_memory_is_not_free_while_receivers_hold_values(
     keeper: Any, graph: Compile, eventually: Callable[..., None]
 ) -> None:

@@ -152,6 +152,7 @@ def test_words_name_shares_and_who_was_waited_for() -> None:
     }
 
 
+@pytest.mark.claim("graphs", "counters are always on, also as Ray metrics, and in words where the time went")
 @pytest.mark.usefixtures("clean")
 def test_running_graph_explains_its_time(workers: list[Any], graph: Callable[..., Any]) -> None:
     g = graph(lambda x: raylane.bind(workers[1].echo, raylane.bind(workers[0].echo, x)))

@@ -86,6 +86,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.claim("graphs", "a failed call fails its result before the slowest part ends, also over hosts")
 @pytest.mark.usefixtures("short_wait_for_stats")
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.__name__)
 def test_result_fails_before_the_slowest_part_ends(workers: list[Any], graph: Compile, shape: Write) -> None:
@@ -241,6 +242,7 @@ def with_a_long_leaf(x: Any, w: list[Any]) -> Any:
     return raylane.bind(w[1].wait_unless, x)
 
 
+@pytest.mark.claim("graphs", "with `fail_fast='leaves'` a failed leaf call fails the result too")
 @pytest.mark.parametrize("shape", [with_a_leaf, with_a_long_leaf], ids=lambda shape: shape.__name__)
 def test_failed_leaf_fails_the_result_when_asked(workers: list[Any], graph: Compile, shape: Write) -> None:
     strict = graph(lambda x: shape(x, workers), fail_fast="leaves")
@@ -300,6 +302,7 @@ def remote(ray_session: None) -> Iterator[list[Any]]:
     made.clear()
 
 
+@pytest.mark.claim("graphs", "a failed call fails its result before the slowest part ends, also over hosts")
 @pytest.mark.usefixtures("short_wait_for_stats")
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.__name__)
 def test_hosts_obey_the_same_rule(

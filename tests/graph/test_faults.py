@@ -128,6 +128,7 @@ def test_value_that_cannot_be_unpickled_fails_its_execution(workers: list[Any]) 
         assert g.execute(1).get() == 1
 
 
+@pytest.mark.claim("graphs", "the death of an actor ends its graph, not the other actors")
 @pytest.mark.tour
 @pytest.mark.parametrize("victim", [0, 1])
 def test_killed_actor_ends_the_graph_but_not_other_actors(
@@ -233,6 +234,7 @@ def test_death_of_a_lender_is_no_value_error(workers: list[Any], readers: str, e
     g.teardown()
 
 
+@pytest.mark.claim("graphs", "teardown ends within a bounded time, also with work in flight")
 def test_teardown_with_work_in_flight(workers: list[Any], eventually: Eventually) -> None:
     g = chain(workers, "echo", "wait", max_inflight=3)
     made = [g.execute(i) for i in range(3)]
@@ -289,6 +291,7 @@ def test_ctrl_c_during_get_loses_nothing(workers: list[Any]) -> None:
     g.teardown()
 
 
+@pytest.mark.claim("graphs", "Ctrl-C anywhere leaves a graph usable or cleanly ended")
 def test_ctrl_c_anywhere_leaves_the_graph_usable_or_cleanly_dead(workers: list[Any], eventually: Eventually) -> None:
     main = threading.main_thread().ident
     assert main is not None
@@ -384,6 +387,7 @@ FORKING = """
 """
 
 
+@pytest.mark.claim("graphs", "the end of the driver tears its graphs down, and a forked child has no part in them")
 @pytest.mark.slow
 def test_a_forked_child_has_no_part_in_the_graph(detached: Any) -> None:
     namespace, _ = detached
@@ -408,6 +412,7 @@ def detached(cluster: None) -> Iterator[tuple[str, list[Any]]]:
     made.clear()
 
 
+@pytest.mark.claim("graphs", "detached actors take part in graphs, and leave one whose driver was killed")
 def test_actors_leave_a_graph_whose_driver_was_killed(detached: Any, eventually: Eventually) -> None:
     namespace, workers = detached
     driver = start_driver(namespace, "keep", "echo", check=CHECK, end="time.sleep(600)")
@@ -420,6 +425,7 @@ def test_actors_leave_a_graph_whose_driver_was_killed(detached: Any, eventually:
         assert g.execute(1).get() == 1
 
 
+@pytest.mark.claim("graphs", "the end of the driver tears its graphs down, and a forked child has no part in them")
 @pytest.mark.slow
 def test_driver_that_ends_tears_its_graphs_down(detached: Any, eventually: Eventually) -> None:
     namespace, workers = detached

@@ -144,6 +144,7 @@ def graph(stages: list[Any]) -> Iterator[Compile]:
 # Values
 
 
+@pytest.mark.claim("graphs", '`backend="inline"` runs a graph in one process, with the same results')
 def test_both_backends_do_the_same(graph: Compile) -> None:
     g = graph(lambda x, a, b, c: bind(c.add, bind(b.add, bind(a.add, x, 1), 1), b=1))
     assert [g.execute(i).get() for i in range(3)] == [3, 4, 5]

@@ -19,6 +19,7 @@ def encoder() -> Encoder:
     return Encoder()
 
 
+@pytest.mark.claim("graphs", "edges carry CUDA tensors by NCCL, CUDA IPC or NIXL on request, else through host memory")
 @pytest.mark.parametrize(
     ("value", "kind"),
     [

@@ -70,6 +70,7 @@ def test_publisher_adds_only_what_is_new(monkeypatch: pytest.MonkeyPatch) -> Non
     assert recorded.sums == first | {("edge_messages", "input -> W#1"): 9, ("edge_bytes", "input -> W#1"): 90}
 
 
+@pytest.mark.claim("graphs", "counters are always on, also as Ray metrics, and in words where the time went")
 @pytest.mark.usefixtures("clean")
 def test_running_graph_publishes_its_counters(
     workers: list[Any], graph: Callable[..., Any], monkeypatch: pytest.MonkeyPatch

@@ -10,6 +10,7 @@ from tests import networks
 pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.ray]
 
 
+@pytest.mark.claim("graphs", "a graph extends over hosts; a link that is cut for too long ends it and names both ends")
 def test_graph_over_three_nodes_survives_a_pulled_cable(hosts: networks.Hosts) -> None:
     """With TLS, graphs cross hosts in `test_transports_between_three_nodes`."""
     text, _ = hosts.drive("tests.graph.network_driver")

@@ -121,6 +121,7 @@ def test_generators_have_no_place_in_a_graph(declared: str) -> None:
 # What a node is not
 
 
+@pytest.mark.claim("graphs", "a node in an `if` or a loop raises an error that says what to do instead")
 def test_nodes_are_no_values() -> None:
     with raylane.InputNode() as x:
         made = bind(a.step, x)

@@ -275,6 +275,7 @@ def test_parameters_and_tensors_are_joined() -> None:
     assert gather([torch.nn.Parameter(torch.zeros(1)), torch.ones(1)], 0).tolist() == [0, 1]
 
 
+@pytest.mark.claim("graphs", "edges scatter and gather lists, arrays, tensors, dicts and `BatchDict`, or take a mean")
 @pytest.mark.parametrize("seed", range(10))
 def test_gather_is_the_inverse_of_split(seed: int) -> None:
     rng = random.Random(seed)

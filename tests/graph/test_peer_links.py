@@ -76,6 +76,7 @@ def test_a_host_of_two_actors_gets_one_copy_and_shares_memory(workers: list[Any]
     assert lent["Worker#2"] >= 1_600_000 > lent["Worker#3"]  # the relay received it into memory that both read
 
 
+@pytest.mark.claim("graphs", "a broadcast to other hosts goes down a tree, four at each level")
 @pytest.mark.parametrize("size", [10, 20_000, 1_000_000])
 def test_a_broadcast_to_six_hosts_goes_down_a_tree(workers: list[Any], graph: Compile, size: int) -> None:
     g = graph(lambda x: raylane.MultiOutputNode([raylane.bind(w.total, x) for w in workers]), max_inflight=3)
@@ -222,6 +223,7 @@ def cut_arriving(g: Any, a: Any, b: Any) -> str:
     return r"the connection from Worker#1 .* to Worker#2 .* broke"
 
 
+@pytest.mark.claim("graphs", "a graph extends over hosts; a link that is cut for too long ends it and names both ends")
 @pytest.mark.faults
 @pytest.mark.parametrize("cut", [cut_of_driver, cut_to_driver, cut_between, cut_arriving])
 @pytest.mark.parametrize("size", [10, 200_000])

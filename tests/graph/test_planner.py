@@ -66,6 +66,7 @@ def traffic(found: Plan) -> list[str]:
 # What travels
 
 
+@pytest.mark.claim("graphs", "values go from actor to actor without the driver")
 def test_a_chain() -> None:
     found = written(lambda x: bind(b.run, bind(a.run, x)))
     assert traffic(found) == ["input: driver -> a", "a.run: a -> b", "b.run: b -> driver"]
@@ -264,6 +265,7 @@ def test_plan_selects_from_joined_values_where_they_are_used() -> None:
     assert traffic(found)[1:3] == ["a.run: a -> c", "b.run: b -> c"]
 
 
+@pytest.mark.claim("graphs", "`first` transfers one value, and of the others only whether they failed")
 def test_first_transfers_nothing_of_the_others() -> None:
     def write(x: Any) -> Any:
         made = [bind(actor.run, x) for actor in (a, b, c)]

@@ -49,6 +49,7 @@ def peer_of() -> Iterator[Fixture]:
     assert not leaks(before, within_s=10)
 
 
+@pytest.mark.claim("security", "between hosts of a graph, a frame cannot claim memory by its sizes")
 @pytest.mark.parametrize(
     "head",
     [
@@ -106,6 +107,7 @@ def network_of(links: tuple[tuple[int, int, int], ...]) -> PeerNetwork:
     return PeerNetwork(layout)
 
 
+@pytest.mark.claim("security", "between hosts of a graph, only announced peers are served, with one thread each")
 def test_network_refuses_peers_that_were_not_announced() -> None:
     network = network_of(())
     for level in range(20):
@@ -119,6 +121,7 @@ def test_network_refuses_peers_that_were_not_announced() -> None:
     network.close()
 
 
+@pytest.mark.claim("security", "between hosts of a graph, only announced peers are served, with one thread each")
 def test_peer_that_connects_often_costs_one_thread() -> None:
     network = network_of(((1, 0, 0),))
     network._pools[1, 0] = LeasePool(1 << 20)

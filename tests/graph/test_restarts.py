@@ -89,6 +89,7 @@ def kill(worker: Any) -> None:
     os.kill(ray.get(worker.pid.remote(), timeout=60), signal.SIGKILL)
 
 
+@pytest.mark.claim("graphs", "`recompile` waits for actors that Ray restarts, and compiles the same nodes again")
 def test_recompile_after_restarts_under_load(start: Any, eventually: Eventually) -> None:
     workers = start(-1, -1, -1)
     g = chain(workers, max_inflight=2, timeout=60)

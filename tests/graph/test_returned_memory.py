@@ -134,6 +134,7 @@ def _shared_bytes(pids: list[int]) -> int:
     return sum(segments.values())
 
 
+@pytest.mark.claim("graphs", "arrays that arrive without a copy may be kept; the writer waits for their memory")
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "host"), [*((kind, "") for kind in KINDS), ("array", "b")])
 def test_memory_of_inputs_and_outputs_is_given_back(actors: dict[str, Any], kind: str, host: str) -> None:

@@ -35,6 +35,7 @@ class Opaque:
     __hash__ = None  # type: ignore[assignment]
 
 
+@pytest.mark.claim("graphs", "unmodified Ray actors take part in a graph, with ordinary and coroutine methods")
 @pytest.mark.parametrize("value", [None, 3, "text", b"bytes", {"step": 1}, [1, (2, {3: None})], Opaque(4), 1.5])
 def test_a_value_goes_through_one_actor_and_back(workers: list[Any], graph: Compile, value: Any) -> None:
     g = graph(lambda x: raylane.bind(workers[0].echo, x))
@@ -47,6 +48,7 @@ def test_graph_sends_values_that_need_cloudpickle(workers: list[Any], graph: Com
     assert double(4) == 8
 
 
+@pytest.mark.claim("graphs", "values go from actor to actor without the driver")
 def test_a_chain_passes_values_from_actor_to_actor(workers: list[Any], graph: Compile) -> None:
     def write(x: Any) -> Any:
         for worker in workers:
@@ -57,6 +59,7 @@ def test_a_chain_passes_values_from_actor_to_actor(workers: list[Any], graph: Co
     assert [g.execute(i).get() for i in range(50)] == [i + 4 for i in range(50)]
 
 
+@pytest.mark.claim("graphs", "arguments are nodes, constants and containers of both, at any depth, also by keyword")
 def test_arguments_are_nodes_constants_and_containers_of_both(workers: list[Any], graph: Compile) -> None:
     a, b = workers[:2]
 
@@ -97,6 +100,7 @@ def test_one_argument_stands_for_all_that_the_graph_names(workers: list[Any], gr
         whole.execute(1, 2)
 
 
+@pytest.mark.claim("graphs", "one value of a static graph reaches several calls and actors")
 def test_one_value_reaches_several_calls_and_actors(workers: list[Any], graph: Compile) -> None:
     a, b = workers[:2]
 
@@ -120,6 +124,7 @@ def test_items_of_results_and_declared_returns(workers: list[Any], graph: Compil
     assert graph(write).execute(5).get() == [11, 6, 5]
 
 
+@pytest.mark.claim("graphs", "a graph may have no input")
 def test_a_graph_without_input_ticks(workers: list[Any]) -> None:
     with raylane.compile(raylane.bind(workers[0].tick)) as g:
         first = g.execute().get()
@@ -128,6 +133,7 @@ def test_a_graph_without_input_ticks(workers: list[Any]) -> None:
             g.execute(1)
 
 
+@pytest.mark.claim("graphs", "calls whose result nobody reads run, and report their errors")
 def test_leaf_calls_run_and_report_their_errors(
     workers: list[Any], graph: Compile, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -147,6 +153,7 @@ def test_leaf_calls_run_and_report_their_errors(
     assert "Worker#1.fail failed; no output needs its result" in caplog.text
 
 
+@pytest.mark.claim("graphs", "edges scatter and gather lists, arrays, tensors, dicts and `BatchDict`, or take a mean")
 def test_scatter_gather_first_and_mean(workers: list[Any], graph: Compile) -> None:
     def write(x: Any) -> Any:
         parts = raylane.graph.scatter(x, len(workers))
@@ -169,6 +176,7 @@ def test_scatter_gather_first_and_mean(workers: list[Any], graph: Compile) -> No
     assert (first, mean) == (0, 1.5)
 
 
+@pytest.mark.claim("graphs", "`first` transfers one value, and of the others only whether they failed")
 def test_first_transfers_one_value_and_counts_every_error(workers: list[Any], graph: Compile) -> None:
     a, b = workers[:2]
     g = graph(lambda x: raylane.graph.first([raylane.bind(a.echo, x), raylane.bind(b.add, x, 1)]))
@@ -177,6 +185,7 @@ def test_first_transfers_one_value_and_counts_every_error(workers: list[Any], gr
         g.execute("text").get()
 
 
+@pytest.mark.claim("graphs", "results can be read in any order, any number of times, and waited for")
 def test_results_in_any_order_any_number_of_times(workers: list[Any], graph: Compile) -> None:
     g = graph(lambda x: raylane.bind(workers[0].echo, x), max_inflight=5)
     made = [g.execute(i) for i in range(5)]
@@ -186,6 +195,7 @@ def test_results_in_any_order_any_number_of_times(workers: list[Any], graph: Com
     assert graph(lambda x: raylane.bind(workers[1].add, x, 1)).execute(made[4]).get() == 5
 
 
+@pytest.mark.claim("graphs", "a `get` that times out loses nothing, and the result can be read later")
 def test_a_timeout_loses_nothing(workers: list[Any], graph: Compile) -> None:
     a = workers[0]
     ray.get(a.hold_again.remote())
@@ -198,6 +208,7 @@ def test_a_timeout_loses_nothing(workers: list[Any], graph: Compile) -> None:
     assert result.get() == "late"
 
 
+@pytest.mark.claim("graphs", "several executions are in flight; when full, `execute` waits and `execute_nowait` raises")
 def test_when_full_execute_waits_and_execute_nowait_raises(workers: list[Any], graph: Compile) -> None:
     a = workers[0]
     ray.get(a.hold_again.remote())
@@ -220,6 +231,7 @@ def test_results_that_nobody_gets_do_not_fill_the_graph(workers: list[Any], grap
     assert "0 under way" in repr(g)
 
 
+@pytest.mark.claim("graphs", "several threads may call `execute` of one graph")
 def test_many_threads_share_a_graph(workers: list[Any], graph: Compile) -> None:
     g = graph(lambda x: raylane.bind(workers[1].add, raylane.bind(workers[0].add, x, 1), 1), max_inflight=4)
     wrong: list[Any] = []
@@ -238,6 +250,7 @@ def test_many_threads_share_a_graph(workers: list[Any], graph: Compile) -> None:
     assert not any(thread.is_alive() for thread in threads)
 
 
+@pytest.mark.claim("graphs", "several graphs live on one actor, beside ordinary calls")
 def test_several_graphs_live_on_one_actor_beside_ordinary_calls(workers: list[Any], graph: Compile) -> None:
     a, b = workers[:2]
     one = graph(lambda x: raylane.bind(a.add, x, 1))
@@ -251,6 +264,7 @@ def test_several_graphs_live_on_one_actor_beside_ordinary_calls(workers: list[An
     assert three.execute("new").get() == "new"
 
 
+@pytest.mark.claim("graphs", "the same nodes may be compiled into several graphs")
 def test_the_same_nodes_compile_twice(workers: list[Any]) -> None:
     with raylane.InputNode() as x:
         node = raylane.bind(workers[0].echo, x)
@@ -258,6 +272,7 @@ def test_the_same_nodes_compile_twice(workers: list[Any]) -> None:
         assert (one.execute(1).get(), two.execute(2).get()) == (1, 2)
 
 
+@pytest.mark.claim("graphs", "results can be read in any order, any number of times, and waited for")
 def test_wait_gives_what_is_done(workers: list[Any], graph: Compile) -> None:
     a, b = workers[:2]
     ray.get(a.hold_again.remote())

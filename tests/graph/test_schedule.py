@@ -203,6 +203,7 @@ def test_check_agrees_with_the_marked_graph_of_all_waits(seed: int) -> None:
     assert 5 < sum(outcomes) < 95
 
 
+@pytest.mark.claim("graphs", "deadlocks are found when a graph is compiled, by an exact check")
 @pytest.mark.parametrize("seed", range(6))
 def test_the_check_says_what_happens_in_every_state(seed: int) -> None:
     """Tiny graphs, each over all states that any timing can reach."""

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.usefixtures("clean")
 Compile = Callable[..., Any]
 
 
+@pytest.mark.claim("graphs", "counters are always on, also as Ray metrics, and in words where the time went")
 def test_a_graph_shows_counts_draws_and_traces_itself(workers: list[Any], graph: Compile, tmp_path: Path) -> None:
     def write(x: Any) -> Any:
         made = raylane.bind(workers[0].echo, x)

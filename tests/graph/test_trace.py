@@ -74,6 +74,7 @@ def test_names_of_processes_and_threads() -> None:
     assert tids["execution 0"] == tids["execution 2"] != tids["execution 1"]
 
 
+@pytest.mark.claim("graphs", "traces have the form that Perfetto and chrome://tracing ask for")
 @pytest.mark.parametrize("seed", range(15))
 def test_a_trace_is_what_viewers_ask_for(seed: int) -> None:
     rng = random.Random(seed)

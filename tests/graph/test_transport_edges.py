@@ -113,6 +113,7 @@ def three(senders: list[Any]) -> Iterator[list[Any]]:
     wait_until_empty(senders)
 
 
+@pytest.mark.claim("graphs", "edges carry CUDA tensors by NCCL, CUDA IPC or NIXL on request, else through host memory")
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_values_arrive_whole_and_writable(three: list[Any], transport: str) -> None:
     a, b, _ = three
@@ -255,6 +256,7 @@ def test_value_that_cannot_be_published_fails_the_execution(three: list[Any]) ->
             assert g.execute(torch.ones(LARGE)).get() == LARGE
 
 
+@pytest.mark.claim("graphs", "each value may name its transport; one that a process lacks is refused with the reason")
 def test_a_process_without_the_transport_is_named(three: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     a, b, _ = three
     with raylane.InputNode() as x:

@@ -102,6 +102,7 @@ def test_several_readers_share_arrays_and_copy_tensors(workers: list[Any], graph
     assert ray.get(workers[1].drop.remote()) == [LARGE, LARGE]
 
 
+@pytest.mark.claim("graphs", "arrays that arrive without a copy may be kept; the writer waits for their memory")
 def test_arrays_may_be_kept_for_ever(workers: list[Any], graph: Compile) -> None:
     a = workers[0]
     g = graph(lambda x: raylane.bind(a.keep, x))
@@ -129,6 +130,7 @@ def test_dropped_arrays_give_their_memory_back(workers: list[Any], graph: Compil
     assert pool.idle_count + pool.leased_count <= 3  # not 300
 
 
+@pytest.mark.claim("graphs", "arrays that arrive without a copy may be kept; the writer waits for their memory")
 def test_the_writer_waits_for_memory_and_names_who_keeps_it(workers: list[Any], graph: Compile) -> None:
     a = workers[0]
     value = np.ones(LARGE)
@@ -194,6 +196,7 @@ def test_a_constant_that_cannot_be_pickled_is_named(workers: list[Any], graph: C
         graph(lambda x: raylane.bind(workers[0].add, x, threading.Lock()))
 
 
+@pytest.mark.claim("graphs", "a broadcast value is serialised once")
 def test_broadcast_is_serialised_once(workers: list[Any], graph: Compile) -> None:
     class Counted:
         pickled = 0

@@ -180,6 +180,7 @@ def test_block_is_free_when_its_producer_has_filled_it() -> None:
     assert made.take_free(1).numbers == [1]
 
 
+@pytest.mark.claim("GRPO", "items that are too old for the trainer are dropped and counted")
 def test_old_items_are_dropped_and_counted() -> None:
     made = book(max_lag=1)
     put(made, *map(entry, (1, 2, 3)))
@@ -204,6 +205,7 @@ def test_group_is_as_old_as_its_oldest_token() -> None:
     assert versions(made) == [3, 5]
 
 
+@pytest.mark.claim("GRPO", "a dead consumer of the queue loses nothing")
 def test_dead_consumer_loses_nothing() -> None:
     made = book(group_size=2)
     put(made, *(entry(version, group) for group in "ab" for version in (1, 2)))

@@ -132,6 +132,7 @@ def independent(folder: Path, config: GrpoRunConfig, groups: list[Group]) -> tup
     return float(total.detach()), {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.claim("GRPO", "gradients equal those of an independent loop, on several layouts")
 @pytest.mark.parametrize(("layout", "options"), CASES, ids=lambda value: str(value))
 def test_gradients_equal_an_independent_loop(folder: Path, layout: str, options: str) -> None:
     world, sizes = LAYOUTS[layout]

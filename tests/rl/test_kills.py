@@ -120,6 +120,7 @@ def endless_config(folder: Path) -> GrpoRunConfig:
     )
 
 
+@pytest.mark.claim("GRPO", "random kills lose no step and count none twice")
 @pytest.mark.timeout(180 + 40 * KILLS)
 def test_random_kills_lose_and_double_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny.write_model(tmp_path)

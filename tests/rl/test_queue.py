@@ -305,6 +305,7 @@ def test_queue_without_members_keeps_its_items(eventually: Callable[..., None]) 
     eventually(lambda: queue.stats().lost == 1)
 
 
+@pytest.mark.claim("GRPO", "a dead consumer of the queue loses nothing")
 def test_dead_consumer_hands_its_items_on() -> None:
     queue = TrajectoryQueue()
     queue.put_many({"number": i, "tokens": torch.tensor([i])} for i in range(4))

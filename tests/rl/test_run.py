@@ -63,6 +63,7 @@ def after_step(monkeypatch: pytest.MonkeyPatch, step: int, action: Callable[[Grp
     monkeypatch.setattr(GrpoTrainer, "_record", then)
 
 
+@pytest.mark.claim("GRPO", "a synchronous run resumes exactly")
 def test_synchronous_run_resumes_exactly(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Another base of the rotary frequencies: engines must compute with the trainer's overrides.
     overrides = {"policy__hf_config_overrides": {"rope_theta": 10.0}}
@@ -101,6 +102,7 @@ def test_synchronous_run_resumes_exactly(tmp_path: Path, model: Path, monkeypatc
     )
 
 
+@pytest.mark.claim("GRPO", "an asynchronous run survives the death of an engine, which is replaced")
 def test_asynchronous_run_survives_a_dead_engine(tmp_path: Path, model: Path) -> None:
     rewards = ["tests.rl.tiny:closeness", {"function": "tests.rl.tiny:brevity", "weight": 0.1}]
     options = {"grpo__mode": "async", "grpo__max_lag": 2, "rollout__engines": 2, "rollout__kill_after_step": 1}
@@ -113,6 +115,7 @@ def test_asynchronous_run_survives_a_dead_engine(tmp_path: Path, model: Path) ->
     assert note.startswith("rollout actor 0 died and is replaced; ")
 
 
+@pytest.mark.claim("GRPO", "a dead rank sends the run back to its last checkpoint")
 def test_dead_rank_goes_back_to_the_last_checkpoint(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

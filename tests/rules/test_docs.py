@@ -1,9 +1,12 @@
-"""Documents: tests that they name exist, code that they show is tested code, every page is in the navigation."""
+"""Documents: tests and claims that they name exist, code that they show is tested, every page is in the navigation."""
 
 from __future__ import annotations
 
+import difflib
 import re
 from pathlib import Path
+
+from tests.claims_page import PAGE, PRODUCTS, claims, claims_markdown
 
 ROOT = Path(__file__).parents[2]
 NAMED = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
@@ -37,34 +40,31 @@ def test_tests_that_are_named_exist() -> None:
     assert not missing
 
 
-def test_every_row_of_the_graph_table_names_a_test() -> None:
-    text = (ROOT / "docs/design/claims-graphs.md").read_text()
-    rows = [line for line in text.splitlines() if re.match(r"\| \d+ \|", line)]
-    assert [int(row.split("|")[1]) for row in rows] == list(range(1, 39))
-    assert all(NAMED.search(row) for row in rows)
+def test_every_product_has_claims() -> None:
+    assert {claim.product for claim in claims()} == PRODUCTS.keys()
+    misplaced = [claim.test for claim in claims() if not re.search(r"/test_\w+\.py::test_", claim.test)]
+    assert not misplaced, "a claim stands on a test function"
 
 
-def test_every_row_of_the_transport_table_names_a_test() -> None:
-    text = (ROOT / "docs/design/claims-transport.md").read_text()
-    rows = [line for line in text.splitlines() if re.match(r"\| \d+ \|", line)]
-    assert [int(row.split("|")[1]) for row in rows] == list(range(1, 41))
-    # What raylane does not have needs no test; everything else does.
-    assert all(NAMED.search(row) for row in rows if not row.split("|")[3].strip().startswith("no"))
+def test_claims_are_single_short_sentences() -> None:
+    texts = {claim.text for claim in claims()}
+    wrong = [text for text in texts if len(text) > 90 or re.search(r"[.!?](\s|$)|[|\n]", text) or text != text.strip()]
+    assert not wrong, "a claim is one sentence of at most 90 characters, without the full stop"
 
 
-def test_every_row_of_the_weights_table_names_a_test() -> None:
-    text = (ROOT / "docs/design/claims-weights.md").read_text()
-    rows = [line for line in text.splitlines() if re.match(r"\| \d+ \|", line)]
-    assert [int(row.split("|")[1]) for row in rows] == list(range(1, 38))
-    missing = ("no", "not yet", "written, never run")
-    assert all(NAMED.search(row) for row in rows if not row.split("|")[3].strip().startswith(missing))
+def test_claims_do_not_differ_by_typing_alone() -> None:
+    letters: dict[str, set[tuple[str, str]]] = {}
+    for product, text, _ in claims():
+        letters.setdefault(re.sub(r"\W+", "", text).casefold(), set()).add((product, text))
+    assert not [spellings for spellings in letters.values() if len(spellings) > 1]
+    similar = {text: difflib.get_close_matches(text, letters, n=2, cutoff=0.95)[1:] for text in letters}
+    assert not {text: others for text, others in similar.items() if others}
 
 
-def test_every_row_of_the_security_table_names_a_test() -> None:
-    text = (ROOT / "docs/design/claims-security.md").read_text()
-    rows = [line for line in text.splitlines() if line.startswith("| ")][2:]  # without the head of the table
-    assert len(rows) >= 19
-    assert all(NAMED.search(row) for row in rows)
+def test_claims_page_has_each_claim_once_with_its_tests() -> None:
+    rows = [line.split(" | ") for line in claims_markdown().splitlines() if "::" in line]
+    assert sorted(text.removeprefix("| ") for text, _ in rows) == sorted({claim.text for claim in claims()})
+    assert sum(tests.count("::") for _, tests in rows) == len(claims())
 
 
 def test_code_of_pages_equals_the_examples() -> None:
@@ -86,6 +86,5 @@ def test_first_pages_show_tested_code_only() -> None:
 
 def test_every_page_is_in_the_navigation() -> None:
     listed = re.findall(r"^\s+- .*?([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
-    assert sorted(listed) == sorted(
-        str(page.relative_to(ROOT / "docs")) for page in ROOT.glob("docs/**/*.md") if page.name != "log.md"
-    )
+    written = [str(page.relative_to(ROOT / "docs")) for page in ROOT.glob("docs/**/*.md") if page.name != "log.md"]
+    assert sorted(listed) == sorted([*written, PAGE])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from raylane.sft.data.audit import figures, mark_document, marks, printable, report, sample
 from raylane.sft.data.mixing import open_rows
 from raylane.sft.data.prepare import prepare
@@ -64,6 +66,7 @@ def test_a_sample_shows_no_more_than_there_is(tmp_path: Path) -> None:
     assert text.count("[[") == 2
 
 
+@pytest.mark.claim("security", "hostile training data is named with file and line, without terminal escapes")
 def test_control_characters_of_data_are_written_out() -> None:
     """Conversations must not be able to clear a terminal or set its title."""
     assert printable("a\x1b[2J\tb\x07\n\x9bc\r") == "a\\x1b[2J\tb\\x07\n\\x9bc\\r"

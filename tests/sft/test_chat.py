@@ -42,6 +42,7 @@ def spans(conversation) -> list[str]:
     return [tokenizer().decode(encoded.tokens[start:end]) for start, end in runs(encoded.supervised)]
 
 
+@pytest.mark.claim("fine-tuning", "the loss covers words and end tokens of all turns of the assistant, nothing else")
 def test_mask_covers_assistant_turns_and_end_tokens_only() -> None:
     conversation = talk(
         turn("system", "You are kind."), turn("user", "one?"), turn("assistant", "1"), turn("user", "two?"),
@@ -53,6 +54,7 @@ def test_mask_covers_assistant_turns_and_end_tokens_only() -> None:
     assert (encoded.tokens.dtype, encoded.supervised.dtype) == (np.int32, np.bool_)
 
 
+@pytest.mark.claim("fine-tuning", "tool calls are supervised, and answers of tools are not")
 def test_tool_calls_are_supervised_and_tool_answers_are_not() -> None:
     call = {"function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
     conversation = talk(
@@ -289,6 +291,7 @@ def test_damaged_generation_config_is_named(tmp_path: Path, content: str) -> Non
         ChatTokenizer.load(tmp_path)
 
 
+@pytest.mark.claim("security", "a tokenizer that needs code of its own is refused")
 def test_tokenizer_that_needs_code_of_its_own_is_refused(tmp_path: Path) -> None:
     """transformers would ask on the terminal whether to run it."""
     tokenizer().save(tmp_path)

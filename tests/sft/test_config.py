@@ -113,13 +113,17 @@ def test_the_reference_pages_are_what_the_models_say(kind: str) -> None:
     assert (PAGES / f"{kind}-config.md").read_text() == reference_markdown(kind), "run: python tests/config_page.py"
 
 
-def test_every_key_has_a_reason() -> None:
-    page = (ROOT / "docs" / "reference" / "sft-keys.md").read_text()
-    cells = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
-    listed = [key for cell in cells for key in re.findall(r"`([\w.]+)`", cell)]
+def test_every_key_has_a_row_with_a_meaning() -> None:
+    meanings, section = {}, ""
+    for line in [*reference_markdown("training").splitlines(), *reference_markdown("sft").splitlines()]:
+        if line.startswith("#"):
+            section = line.lstrip("# ")
+        elif row := re.match(r"\| `(\w+)` \| .+? \| .+? \| (.*) \|$", line):
+            meanings[f"{section}.{row[1]}"] = row[2]
     paths = set(key_paths(SftRunConfig))
     sections = {path.rpartition(".")[0] for path in paths}
-    assert sorted(listed) == sorted(paths - sections)
+    assert meanings.keys() == paths - sections
+    assert all(meanings.values())
 
 
 def test_every_example_loads() -> None:

@@ -312,6 +312,7 @@ def test_damaged_prepared_file_is_named(tmp_path: Path, content: str) -> None:
         prepare(run)
 
 
+@pytest.mark.claim("security", "a poisoned token cache cannot name folders elsewhere")
 def test_prepared_file_cannot_name_folders_elsewhere(tmp_path: Path) -> None:
     """The tokenizer's folder is copied into every exported model."""
     run = made(tmp_path)

@@ -117,6 +117,7 @@ def test_other_losses_get_whole_rows(worker, folder):
     assert set(shapes) == {(2, tiny_run.ROW_TOKENS)}
 
 
+@pytest.mark.claim("fine-tuning", "dynamic micro-batches by tokens equal the static division")
 @pytest.mark.parametrize("sharding", [{}, {"policy.dtensor_cfg.shard_parameters": "always"}])
 def test_gradients_and_losses_equal_the_static_division(worker, folder, sharding):
     batch = start(worker, folder, {**UNPACKED, **sharding})

@@ -44,6 +44,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {name: values for file in folder.glob("*.safetensors") for name, values in load_file(file).items()}
 
 
+@pytest.mark.claim("fine-tuning", "training with experts divided over workers equals one process (CPUs only)")
 def test_training_with_divided_experts_equals_one_process(ranks, worker, folder, tmp_path):
     new_folder(tmp_path / "start", "mixtral", EXPERTS["mixtral"])
     start = folder_changes(folder, tmp_path / "start")

@@ -45,6 +45,7 @@ def weights(folder):
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
+@pytest.mark.claim("fine-tuning", "an exported checkpoint equals the Hugging Face folder that the workers write")
 @pytest.mark.parametrize("name", ["plain", "lora"])
 def test_export_equals_the_folder_that_the_workers_write(made, tmp_path, monkeypatch, name):
     from transformers import AutoModelForCausalLM, AutoTokenizer

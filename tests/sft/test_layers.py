@@ -58,6 +58,7 @@ def test_selective_checkpointing_repeats_no_matrix_product(worker, folder):
 
 
 # The compiler warns of itself: it uses deprecated parts of torch, and reads .grad of intermediate results.
+@pytest.mark.claim("fine-tuning", "compiled layers have the gradients of plain ones")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.slow
 @pytest.mark.parametrize(

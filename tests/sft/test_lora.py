@@ -45,6 +45,7 @@ def logits(model, batch):
     return torch.cat(found)
 
 
+@pytest.mark.claim("fine-tuning", "LoRA has the gradients of PEFT, also in a pipeline")
 @pytest.mark.parametrize("sharding", [{}, SHARDED, {"policy.dtensor_cfg.activation_checkpointing": True}])
 def test_gradients_of_adapters_equal_those_of_peft(worker, folder, tmp_path, sharding):
     config, prepared, facts = start(worker, folder, {**LORA, **sharding})

@@ -91,6 +91,7 @@ def four():
         yield ranks
 
 
+@pytest.mark.claim("fine-tuning", "layers of Megatron-core equal a plain model, on two by two workers (CPUs only)")
 @needs_megatron
 @pytest.mark.ranks
 @pytest.mark.slow

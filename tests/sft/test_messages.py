@@ -140,6 +140,7 @@ def test_lossy_json_names_file_and_line(line: str, words: str) -> None:
         parsed_line(line, "f.jsonl:3")
 
 
+@pytest.mark.claim("security", "hostile training data is named with file and line, without terminal escapes")
 @pytest.mark.parametrize("arguments", ['{"a":' * 100_000, '{"a":' * 150 + "1" + "}" * 150, "9" * 5000])
 def test_hostile_arguments_are_named_with_file_and_line(arguments: str) -> None:
     call = {"function": {"name": "f", "arguments": arguments}}

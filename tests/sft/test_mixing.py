@@ -18,6 +18,7 @@ from raylane.sft.run.planning import count_training_rows
 from sft import tiny_run
 
 
+@pytest.mark.claim("fine-tuning", "several data sets are mixed by weights")
 def test_epoch_uses_rows_as_often_as_their_weight():
     mixture = WeightedFiles((3, 4), (2.0, 0.5))
     assert mixture.num_rows == 8

@@ -126,6 +126,7 @@ def gradients(worker, config, prepared, batch):
     return worker.gradients(batch, 1)
 
 
+@pytest.mark.claim("fine-tuning", "LoRA has the gradients of PEFT, also in a pipeline")
 @pytest.mark.parametrize(
     "schedule",
     ["interleaved_zero_bubble", *in_matrix("1f1b", "gpipe", "interleaved_1f1b")],

@@ -125,6 +125,7 @@ def test_unknown_override_suggests_the_nearest_key(word: str, meant: str) -> Non
     assert word in str(error.value)
 
 
+@pytest.mark.claim("fine-tuning", "a misspelt key is an error that names the nearest known key")
 def test_every_unknown_key_of_a_file_is_named_with_the_nearest() -> None:
     wrong = {"sft": {"max_steps": 3}, "policy": {"optimizer": {"kwarg": {}}}, "dta": {}}
     with pytest.raises(ConfigError) as error:

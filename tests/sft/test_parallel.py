@@ -145,6 +145,7 @@ def assert_equal(found: list[dict[str, Any]], wanted: Reference) -> None:
             assert difference < 1e-5, (kind, name, difference, float(value.abs().max()))
 
 
+@pytest.mark.claim("fine-tuning", "layouts of data, tensor, context and pipeline parallelism equal one process")
 @pytest.mark.parametrize(("layout", "packing"), list(cases_with_marks()))
 def test_layouts_equal_one_process(
     groups: RankGroups, folder: Path, reference: Reference, layout: str, packing: bool
@@ -171,6 +172,7 @@ def answers(worker: Any, folder: Path, changes: dict[str, Any], prompts: list[li
     return [endless, ended]
 
 
+@pytest.mark.claim("fine-tuning", "answers at a validation are the same on every layout")
 @pytest.mark.slow
 def test_answers_are_the_same_on_every_layout(four_ranks: Ranks, folder: Path) -> None:
     """Against `generate` of transformers, which continues one prompt at a time with a key-value cache."""
@@ -311,6 +313,7 @@ def test_checkpoints_load_around_a_ring_of_layouts(four_ranks: Ranks, folder: Pa
     assert losses == pytest.approx(expected, abs=1e-5, rel=0)
 
 
+@pytest.mark.claim("fine-tuning", "checkpoints load on every other layout")
 @pytest.mark.matrix
 @pytest.mark.parametrize("source", RING)
 def test_checkpoints_load_on_every_other_layout(four_ranks: Ranks, folder: Path, tmp_path: Path, source: str) -> None:
@@ -354,6 +357,7 @@ def test_workers_of_ray_equal_one_process(
     assert losses == pytest.approx(reference.losses, abs=1e-5, rel=0)
 
 
+@pytest.mark.claim("fine-tuning", "pipelines over edges of a compiled graph equal one process (no zero bubble)")
 @pytest.mark.parametrize(
     ("layout", "packing"),
     [

@@ -117,6 +117,7 @@ def test_checkpoint_and_export_of_whole_models_load_sharded(fsdp2, tmp_path):
         assert fsdp2.losses(range(3, 6)) == wanted, "the sharded workers changed no bit of the state that they saved"
 
 
+@pytest.mark.claim("fine-tuning", "workers read their own data, with the losses of data from the driver")
 def test_both_ways_to_feed_give_the_same_losses(fsdp2):
     fsdp2.again()
     by_workers = fsdp2.losses(range(4))

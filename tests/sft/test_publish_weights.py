@@ -96,6 +96,7 @@ def check_layout(run: WorkerRun, name: str, hf: Path, layout: str, further: dict
     assert [version.step for version in weights.versions(name)] == [1, 2]
 
 
+@pytest.mark.claim("weights", "a fine-tuning run of several workers publishes its weights")
 @pytest.mark.parametrize(("layout", "further"), list(layouts_of(4)))
 def test_readers_get_the_model_of_four_workers(
     four: WorkerRun, published: str, tmp_path: Path, layout: str, further: dict[str, Any]

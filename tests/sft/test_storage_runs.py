@@ -134,6 +134,7 @@ def test_killed_run_resumes_from_storage_with_equal_losses(whole, folder, server
     assert server.variables["AWS_SECRET_ACCESS_KEY"] not in (result.checkpoint / "run.json").read_text()
 
 
+@pytest.mark.claim("fine-tuning", "an asynchronous checkpoint that is killed half way leaves no checkpoint behind")
 @pytest.mark.faults
 def test_async_save_killed_half_way_leaves_no_checkpoint(whole, folder, server):
     """The steps go on while a save is held up; a kill leaves it incomplete, and the next run starts before it."""

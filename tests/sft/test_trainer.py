@@ -94,6 +94,7 @@ def reported_status(config):
     return status
 
 
+@pytest.mark.claim("fine-tuning", "an interrupted run has the losses of an unbroken one, also within an epoch")
 @pytest.mark.faults
 @pytest.mark.slow
 def test_interrupted_run_has_the_losses_of_an_unbroken_one(uninterrupted, folder, monkeypatch):

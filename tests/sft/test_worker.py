@@ -40,6 +40,7 @@ def start(worker, folder, changes=None):
     return config, prepared
 
 
+@pytest.mark.claim("fine-tuning", "packed documents have the gradients of single documents")
 @pytest.mark.parametrize("model_type", ["qwen3", "qwen2", "llama"])
 def test_packed_gradients_equal_those_of_single_documents(worker, folder, model_type):
     """Packing cross-contamination and wrong normalisation (users' complaints 2 and 3) both show here."""
@@ -244,6 +245,7 @@ def test_other_models_start_as_transformers_makes_them(worker, folder, model_typ
     assert worker.train_step(0)["loss"] > 0
 
 
+@pytest.mark.claim("fine-tuning", "a Hugging Face folder that is written and read again is bit-equal")
 @pytest.mark.parametrize(("tied", "shard"), [(True, "auto"), (False, "auto"), (True, "always"), (False, "always")])
 def test_hugging_face_folder_out_and_in_is_bit_equal(worker, folder, tmp_path, tied, shard):
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -400,6 +402,7 @@ class Opener:
         return open, (str(self.path), "w")
 
 
+@pytest.mark.claim("security", "no code of a prepared checkpoint runs")
 def test_load_of_prepared_metadata_runs_no_code(worker, folder, tmp_path):
     start(worker, folder)
     worker.save_state(str(tmp_path / "state"), 0)
@@ -411,6 +414,7 @@ def test_load_of_prepared_metadata_runs_no_code(worker, folder, tmp_path):
     assert not (tmp_path / "was_run").exists()
 
 
+@pytest.mark.claim("security", "no code of a prepared checkpoint runs")
 def test_load_of_a_prepared_value_runs_no_code(worker, folder, tmp_path, monkeypatch):
     """Values that are no tensors are pickles of their own inside the data files."""
     start(worker, folder)
@@ -432,6 +436,7 @@ def test_load_of_a_truncated_file_is_called_damaged(worker, folder, tmp_path, na
         worker.load_state(str(tmp_path / "state"))
 
 
+@pytest.mark.claim("security", "symbolic links in folders of a run are neither written through nor exported")
 def test_export_does_not_follow_links_in_the_tokenizer_cache(worker, folder, tmp_path):
     _, prepared = start(worker, folder)
     (tmp_path / "private").write_text("a key")
@@ -536,6 +541,7 @@ def test_evaluation_with_dropout_is_repeatable(worker, folder):
     assert trained[0] != trained[1], "dropout is on while training"
 
 
+@pytest.mark.claim("fine-tuning", "the loss in chunks of tokens has the value and gradient of torch's")
 def test_chunked_cross_entropy_equals_torchs():
     torch.manual_seed(0)
     head = torch.nn.Linear(8, 11)

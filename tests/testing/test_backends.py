@@ -34,6 +34,7 @@ class TestNixl(BackendContract):
     name = "nixl"
 
 
+@pytest.mark.claim("transport", "every transport passes the contract tests of `raylane.testing`, without a GPU")
 def test_every_transport_is_under_contract() -> None:
     here = {"local", "host", "tcp", "gloo", "nixl", "object_store"}
     with_gpu = {"cuda_ipc", "nccl"}  # tests/gpu/test_contracts.py

@@ -159,6 +159,7 @@ def test_recover_leaves_removed_and_half_written_ones_alone(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.claim("security", "symbolic links in folders of a run are neither written through nor exported")
 def test_discard_of_a_link_removes_the_link_alone(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/precious").write_text("")
@@ -172,6 +173,7 @@ def test_discard_of_a_link_removes_the_link_alone(tmp_path):
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["precious"]
 
 
+@pytest.mark.claim("security", "checkpoints (unless `allow_other_owner`) and locks of another user are refused")
 def test_find_refuses_files_of_another_user_unless_allowed(tmp_path, monkeypatch):
     one = write_state(tmp_path, 5)
     other = os.geteuid() + 1

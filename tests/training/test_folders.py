@@ -64,6 +64,7 @@ def test_a_folder_that_cannot_be_is_named_with_its_key(tmp_path):
         pass
 
 
+@pytest.mark.claim("security", "symbolic links in folders of a run are neither written through nor exported")
 def test_lock_that_is_a_link_leaves_its_target_alone(tmp_path):
     (tmp_path / "precious").write_text("text")
     for make in ("symlink_to", "hardlink_to"):
@@ -78,6 +79,7 @@ def test_lock_that_is_a_link_leaves_its_target_alone(tmp_path):
     assert (tmp_path / "precious").read_text() == "text"
 
 
+@pytest.mark.claim("security", "checkpoints (unless `allow_other_owner`) and locks of another user are refused")
 def test_lock_of_another_user_is_refused(tmp_path, monkeypatch):
     (tmp_path / LOCK_FILE).write_text("")
     other = os.geteuid() + 1

@@ -116,6 +116,7 @@ def test_get_of_list_with_lost_source_leaves_targets_alone(
     untouched(target)
 
 
+@pytest.mark.claim("transport", "`into=` fills tensors of any strides; after an error nothing writes there")
 @pytest.mark.parametrize("transport", ["host", "tcp"])
 @pytest.mark.parametrize("count", [1, 2])
 def test_ctrl_c_leaves_targets_alone(holder: Any, untouched: Any, transport: str, count: int) -> None:

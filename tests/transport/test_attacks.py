@@ -85,6 +85,7 @@ def _say(kind: str, secured: bool, taken: dict[str, list[float]]) -> None:
         print(f"{'tls' if secured else 'plain'}, {kind}, {name}: p50 {p50:.2f} ms, p99 {p99:.2f} ms")
 
 
+@pytest.mark.claim("security", "honest readers are served among attackers with garbage, replays and slow connections")
 @pytest.mark.parametrize(("secured", "kind"), CASES, indirect=["secured"])
 def test_honest_readers_are_served_among_attackers(kind: str, secured: bool, attacked: tuple[int, bytes]) -> None:
     port, key = attacked

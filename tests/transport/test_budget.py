@@ -81,6 +81,7 @@ def test_budget_error_names_the_largest_values(monkeypatch: pytest.MonkeyPatch) 
         pass
 
 
+@pytest.mark.claim("transport", "`RAYLANE_BUDGET_BYTES` limits published memory, shared copies included")
 def test_copies_count_and_make_room_for_publications() -> None:
     store = Store(SharedPool(1 << 30))
     budget = Budget(store, 3 << 20)
@@ -135,6 +136,7 @@ def with_budget(cls: type, nbytes: int, **more: str) -> Any:
     return ray.remote(num_cpus=0)(cls).options(runtime_env={"env_vars": variables}).remote()
 
 
+@pytest.mark.claim("transport", "`RAYLANE_BUDGET_BYTES` limits published memory, shared copies included")
 @pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize("cls", [Maker, AsyncMaker])
 def test_calls_wait_until_readers_have_freed_enough(cls: type, eventually: Callable[..., None]) -> None:
@@ -176,6 +178,7 @@ class Corrupted:
         return [ref]
 
 
+@pytest.mark.claim("transport", '`on_mutation="error"` and `RAYLANE_CHECKSUM=1` find changed bytes, by a checksum')
 @pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize("transport", ["host", "tcp"])
 def test_checksum_variable_finds_changed_bytes(transport: str) -> None:

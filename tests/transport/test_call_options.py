@@ -170,6 +170,7 @@ class Slow:
         return torch.ones(N)
 
 
+@pytest.mark.claim("transport", "a submission waits neither for the actor's start nor for the call")
 def test_submission_waits_neither_for_the_actor_nor_the_call(cluster: None) -> None:
     @ray.remote(num_cpus=0)
     class Gate:

@@ -22,6 +22,7 @@ def names(there: Source, wanted: str = "auto", *, may_call_ray: bool = True, **b
     return choose(there, HERE, wanted, backends(), stopped, may_call_ray=may_call_ray).names
 
 
+@pytest.mark.claim("transport", "`auto` takes the closest transport for each pair of processes")
 def test_auto_takes_the_closest() -> None:
     assert names(source()) == ("local",)
     assert names(source(pid=11)) == ("host", "tcp", "object_store")

@@ -42,6 +42,7 @@ def plain_dtype(dtype: torch.dtype) -> bool:
         return False
 
 
+@pytest.mark.claim("transport", "one value may hold CPU and CUDA tensors, of every dtype of torch")
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("dtype", [d for d in DTYPES if plain_dtype(d)], ids=str)
 def test_every_torch_dtype(dtype: torch.dtype) -> None:
@@ -56,6 +57,7 @@ def test_there_are_as_many_dtypes_as_torch_has() -> None:
     assert len([d for d in DTYPES if plain_dtype(d)]) >= 20
 
 
+@pytest.mark.claim("transport", "NumPy arrays of every kind of dtype arrive as they were")
 @pytest.mark.parametrize(
     "dtype",
     ["?", "i1", "<u2", ">i4", "f2", "f8", "c16", "S7", "U5", "M8[ns]", "m8[s]", [("a", "<i4"), ("b", "f8", (2,))]],
@@ -69,6 +71,7 @@ def test_numpy_dtypes(dtype: Any) -> None:
     assert back.flags.writeable
 
 
+@pytest.mark.claim("transport", "tensors of any shape and strides arrive with their strides")
 @pytest.mark.parametrize(
     "make",
     [
@@ -113,6 +116,7 @@ def test_conjugate_and_negative_bits_are_resolved() -> None:
     assert torch.equal(travel(tensor.conj().imag), tensor.conj().imag)
 
 
+@pytest.mark.claim("transport", "views and tied weights stay tied by every transport, also after `dtype=`")
 def test_views_of_one_storage_move_once_and_stay_tied() -> None:
     base = torch.zeros(1000)
     value = {"base": base, "head": base[:10], "again": base}
@@ -130,6 +134,7 @@ def test_torch_and_numpy_over_the_same_memory_stay_tied() -> None:
     assert back[0][49:51].tolist() == [0, 2]
 
 
+@pytest.mark.claim("transport", "views and tied weights stay tied by every transport, also after `dtype=`")
 def test_tied_parameters_stay_tied_and_parameters() -> None:
     embedding = torch.nn.Embedding(10, 4)
     head = torch.nn.Linear(4, 10, bias=False)
@@ -188,6 +193,7 @@ class Batch:
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
+@pytest.mark.claim("transport", "a value may be a nested container, a dataclass or a TensorDict")
 def test_containers() -> None:
     value = Batch(torch.arange(6), np.arange(3), "b", {"nested": [(torch.ones(2), {"deep": torch.zeros(1)}, None)]})
     back = travel(value)
@@ -197,6 +203,7 @@ def test_containers() -> None:
     assert torch.equal(back.extra["nested"][0][1]["deep"], torch.zeros(1))
 
 
+@pytest.mark.claim("transport", "a value may be a nested container, a dataclass or a TensorDict")
 def test_tensordict() -> None:
     from tensordict import TensorDict
 
@@ -255,6 +262,7 @@ def test_decode_value_ignores_the_default_device() -> None:
     assert [tensor.tolist() for tensor in back] == [[0, 1, 2], [], [1, 1]]
 
 
+@pytest.mark.claim("security", "a tensor over freed or shrunk storage is never published")
 @pytest.mark.parametrize("left", [0, 40])
 @pytest.mark.parametrize("numel", [1_000, 200_000])
 def test_tensor_without_its_memory_is_not_published(left: int, numel: int) -> None:

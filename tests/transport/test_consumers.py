@@ -186,6 +186,7 @@ class Crew:
         return [self.maker, self.async_maker, self.threaded_maker]
 
 
+@pytest.mark.claim("transport", "values travel behind ordinary ObjectRefs of unmodified Ray")
 def test_actor_positional_keyword_and_both(crew: Crew) -> None:
     maker, user = crew.maker, crew.user
     ref = maker.make.remote()
@@ -194,6 +195,7 @@ def test_actor_positional_keyword_and_both(crew: Crew) -> None:
     assert ray.get(user.total.remote(ref, extra=maker.make.remote())) == 2 * SUM
 
 
+@pytest.mark.claim("transport", "plain tasks produce and consume values")
 def test_plain_task(crew: Crew) -> None:
     maker = crew.maker
 
@@ -205,6 +207,7 @@ def test_plain_task(crew: Crew) -> None:
     assert ray.get([total.remote(ref), total.remote(value=ref, scale=2)]) == [SUM, 2 * SUM]
 
 
+@pytest.mark.claim("transport", "refs may be nested in arguments, and be refs of unfinished calls")
 def test_nested_in_arguments_and_taken_with_either_get(crew: Crew) -> None:
     maker, user = crew.maker, crew.user
     ref = maker.make.remote()
@@ -212,6 +215,7 @@ def test_nested_in_arguments_and_taken_with_either_get(crew: Crew) -> None:
     assert ray.get(user.ray_get.remote([ref])) == SUM
 
 
+@pytest.mark.claim("transport", "refs may be nested in arguments, and be refs of unfinished calls")
 def test_passed_before_the_producer_has_finished(crew: Crew) -> None:
     maker, user, gate = crew.maker, crew.user, actor(Gate)
     ref = maker.slow.remote([gate])
@@ -231,6 +235,7 @@ def test_driver_gets_with_ray_get_and_raylane_get(crew: Crew) -> None:
     assert all(torch.equal(value, expected(i)) for i, value in enumerate(many))
 
 
+@pytest.mark.claim("transport", "every transport brings the same values, `object_store` by Ray's own store")
 def test_every_transport_brings_the_same(crew: Crew) -> None:
     maker = crew.maker
     ref = maker.nested.remote()
@@ -258,6 +263,7 @@ def test_task_gets_inside(crew: Crew) -> None:
     assert ray.get(inside.remote([maker.make.remote()])) == [SUM] * 3
 
 
+@pytest.mark.claim("transport", "`await ref` and `raylane.get_async` wait in an event loop, each for its value alone")
 def test_await_in_driver(crew: Crew) -> None:
     maker = crew.maker
 
@@ -294,6 +300,7 @@ def test_threaded_actors(crew: Crew) -> None:
     assert found == pytest.approx([3 * float(expected(i).double().sum()) for i in range(16)])
 
 
+@pytest.mark.claim("transport", "a method may return several values, or be a generator, whose items Ray carries")
 def test_num_returns(crew: Crew) -> None:
     maker, user = crew.maker, crew.user
     one, two = maker.two.remote()
@@ -307,6 +314,7 @@ def test_num_returns(crew: Crew) -> None:
     assert [float(value[0]) for value in ray.get(whole)] == [1, 2]
 
 
+@pytest.mark.claim("transport", "a method may return several values, or be a generator, whose items Ray carries")
 def test_streaming_generators_sync_and_async(crew: Crew) -> None:
     for maker in (crew.maker, crew.async_maker):
         seeds = [
@@ -335,6 +343,7 @@ def test_ref_handed_on_by_a_third_process(crew: Crew) -> None:
     assert ray.get(user.total.remote(refs[0])) == SUM
 
 
+@pytest.mark.claim("transport", "plain tasks produce and consume values")
 def test_plain_task_produces(crew: Crew) -> None:
     user = crew.user
 
@@ -359,6 +368,7 @@ def test_task_and_actor_put(crew: Crew) -> None:
     assert torch.equal(ray.get(refs[1])["a"], expected(1))
 
 
+@pytest.mark.claim("transport", "the driver is a source and a reader too")
 def test_driver_put_is_read_by_others_and_by_itself(crew: Crew) -> None:
     user = crew.user
     mine = expected()
@@ -388,6 +398,7 @@ def test_decorated_method_inside_another_actor_warns_once(crew: Crew) -> None:
     assert ray.get(actor(type("Special", (Maker,), {})).warnings_of.remote()) == []
 
 
+@pytest.mark.claim("transport", "named and detached actors produce values too")
 @pytest.mark.slow
 def test_named_and_detached_actors(crew: Crew) -> None:
     ray.remote(num_cpus=0)(Maker).options(name="maker", lifetime="detached").remote()

@@ -104,6 +104,7 @@ def test_processes_without_cuda() -> None:
         assert backends()[name].refusal(there, HERE) == "this process has no CUDA device"
 
 
+@pytest.mark.claim("transport", "CUDA tensors go by CUDA IPC between processes of one GPU")
 def test_auto_takes_cuda_ipc_for_device_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "has_cuda", lambda: True)
     there = Source(msgspec.structs.replace(HERE, pid=11), "Actor(A, 1)", "u", "10.0.0.1", 1)
@@ -117,6 +118,7 @@ def test_auto_takes_cuda_ipc_for_device_tensors(monkeypatch: pytest.MonkeyPatch)
     assert names(on_device=True, source=far) == ("tcp",)
 
 
+@pytest.mark.claim("transport", "CUDA memory of another GPU is opened where it is, if possible (never run)")
 def test_memory_is_opened_where_it_is_if_possible() -> None:
     a, b, c = b"a" * 16, b"b" * 16, b"c" * 16
     assert cuda_driver.pick_device(b, [a, b], target=0) == 1

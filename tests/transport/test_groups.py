@@ -135,6 +135,7 @@ def test_transfers_in_both_directions_at_once_end() -> None:
         assert ray.get(sums, timeout=120) == [total] * 16
 
 
+@pytest.mark.claim("transport", "survivors of a failed two-sided transfer go on")
 def test_survivors_of_a_group_go_on(eventually: Any) -> None:
     with members(3) as (a, b, c):
         group = raylane.create_collective_group([a, b, c], "gloo", "three")
@@ -183,6 +184,7 @@ def test_sources_close_channels_of_dead_readers(eventually: Any) -> None:
         eventually(lambda: ray.get(source.stats.remote())["served_channels"] == 0)
 
 
+@pytest.mark.claim("transport", "a restarted actor finds its transports again")
 def test_restarted_members_find_their_groups() -> None:
     with members(2, max_restarts=1, max_task_retries=2) as (a, b):
         raylane.create_collective_group([a, b], "gloo")

@@ -84,6 +84,7 @@ def _fill_backlog(name: str) -> list[socket.socket]:
         taken.append(sock)
 
 
+@pytest.mark.claim("security", "a full backlog or a flood makes no actor look dead")
 @pytest.mark.slow
 @pytest.mark.processes
 def test_link_waits_while_the_backlog_is_full(elsewhere: Any) -> None:
@@ -139,6 +140,7 @@ def test_link_tries_again_when_its_handshake_is_dropped(server: Server) -> None:
     front.close()
 
 
+@pytest.mark.claim("security", "readers notice the death of a process whose forked child lives on")
 @pytest.mark.processes
 def test_link_of_a_dead_process_is_lost_although_its_child_lives(elsewhere: Any) -> None:
     fork = "child = os.fork()\nif not child:\n    time.sleep(600)\n    os._exit(0)\nprint(child, file=sys.stderr)"
@@ -173,6 +175,7 @@ def test_idle_link_to_a_dead_source_is_closed_unasked(elsewhere: Any, eventually
     pool.close()
 
 
+@pytest.mark.claim("security", "processes of other users of the machine are refused")
 @pytest.mark.processes
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to run a process as another user")
 def test_other_users_processes_are_refused(server: Server) -> None:
@@ -192,6 +195,7 @@ def test_other_users_processes_are_refused(server: Server) -> None:
     assert server.serves()
 
 
+@pytest.mark.claim("security", "a relay without the secret cannot pass a handshake on to another address")
 def test_relay_without_the_secret_cannot_pass_a_handshake_on(server: Server) -> None:
     """The proof names the listener that the client wanted: it is worth nothing at another."""
     front = socket.create_server(("127.0.0.1", 0))
@@ -221,6 +225,7 @@ def test_relay_without_the_secret_cannot_pass_a_handshake_on(server: Server) -> 
     assert server.serves()
 
 
+@pytest.mark.claim("security", "a member that never reads answers, or sends many requests, costs bounded memory")
 def test_peer_that_never_reads_has_one_request_served(server: Server) -> None:
     kept = entry_of(torch.zeros(1 << 20, dtype=torch.uint8))
     server.store.publish(kept)
@@ -235,6 +240,7 @@ def test_peer_that_never_reads_has_one_request_served(server: Server) -> None:
     deaf.close()
 
 
+@pytest.mark.claim("security", "a member that never reads answers, or sends many requests, costs bounded memory")
 def test_puts_run_on_one_thread(server: Server) -> None:
     kept = entry_of(torch.zeros(100_000, dtype=torch.uint8))
     server.store.publish(kept)
@@ -266,6 +272,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.claim("security", "hostile frames end one link, without a traceback")
 @pytest.mark.parametrize("name", sorted(HOSTILE))
 def test_hostile_frames_end_one_link_quietly(server: Server, name: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
@@ -278,6 +285,7 @@ def test_hostile_frames_end_one_link_quietly(server: Server, name: str, caplog: 
     assert not caplog.records
 
 
+@pytest.mark.claim("security", "no data is read from a listener without the secret; its messages are cut and quoted")
 def test_refusal_of_a_stranger_is_quoted_and_cut() -> None:
     front = socket.create_server(("127.0.0.1", 0))
 
@@ -296,6 +304,7 @@ def test_refusal_of_a_stranger_is_quoted_and_cut() -> None:
     front.close()
 
 
+@pytest.mark.claim("transport", "small tensors move together, in one request")
 @pytest.mark.slow
 def test_value_of_400_000_blocks_is_read_by_tcp(server: Server) -> None:
     data = torch.arange(3_200_000, dtype=torch.uint8)

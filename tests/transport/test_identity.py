@@ -163,6 +163,7 @@ def maker(crew: Crew, tidy: None) -> Any:
     return crew.maker
 
 
+@pytest.mark.claim("transport", "views and tied weights stay tied by every transport, also after `dtype=`")
 @pytest.mark.parametrize("method", ["direct", "plain"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_sharing_arrives_by_every_transport(maker: Any, transport: str, method: str) -> None:
@@ -175,6 +176,7 @@ def test_sharing_arrives_by_every_transport(maker: Any, transport: str, method: 
             assert sharing(arrived) == sharing(expected), seed
 
 
+@pytest.mark.claim("transport", "views and tied weights stay tied by every transport, also after `dtype=`")
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_sharing_survives_conversion(maker: Any, transport: str) -> None:
     for seed in range(12):
@@ -211,6 +213,7 @@ def nested_like(value: Any) -> Any:
     return type(value)(**{name: nested_like(part) for name, part in vars(value).items()})
 
 
+@pytest.mark.claim("transport", "`into=` fills tensors of any strides; after an error nothing writes there")
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_tied_weights_are_read_into_untied_ones(maker: Any, transport: str) -> None:
     into = {"a": torch.zeros(50_000), "b": torch.zeros(50_000)}
@@ -225,6 +228,7 @@ def test_tied_weights_are_read_into_untied_ones(maker: Any, transport: str) -> N
     assert float(opened.read("a", slices=7)) == float(opened.read("b", slices=7)) == 7
 
 
+@pytest.mark.claim("transport", "readers may take any value in another floating-point dtype")
 def test_ordinary_values_with_modules_are_converted(maker: Any) -> None:
     value = raylane.get(maker.module.remote(2.0), dtype=torch.bfloat16)
     assert {p.dtype for p in value["model"].parameters()} == {torch.bfloat16}

@@ -176,6 +176,7 @@ def test_a_write_after_publication_is_noticed(pair: list[Any], transport: str) -
         raylane.get(strict, tensor_transport=transport)
 
 
+@pytest.mark.claim("transport", "a snapshot keeps the content that it had")
 @pytest.mark.parametrize("transport", ["auto", "host", "tcp", "object_store"])
 def test_a_snapshot_is_what_it_was(pair: list[Any], transport: str) -> None:
     sender, receiver = pair

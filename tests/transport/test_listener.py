@@ -62,6 +62,7 @@ def test_many_readers_at_once(server: Server) -> None:
     assert wrong == []
 
 
+@pytest.mark.claim("transport", "a reader that does not read holds up nobody")
 def test_a_reader_that_does_not_read_holds_up_nobody(server: Server) -> None:
     kept = entry_of(torch.zeros(20_000_000, dtype=torch.uint8))
     server.store.publish(kept)
@@ -106,6 +107,7 @@ def test_wrong_secret_is_refused_and_says_so(server: Server) -> None:
     assert server.serves()
 
 
+@pytest.mark.claim("security", "no data is read from a listener without the secret; its messages are cut and quoted")
 def test_a_listener_that_cannot_prove_itself_is_not_trusted(server: Server) -> None:
     class Impostor(threading.Thread):
         def __init__(self) -> None:
@@ -182,6 +184,7 @@ def test_unused_link_is_closed_after_a_while(server: Server, eventually: Any) ->
     pool.close()
 
 
+@pytest.mark.claim("security", "a listener serves among a thousand idle connections, and drops silent ones in time")
 def test_a_thousand_idle_connections(server: Server) -> None:
     idle = []
     for _ in range(1000):
@@ -194,6 +197,7 @@ def test_a_thousand_idle_connections(server: Server) -> None:
     assert server.serves()
 
 
+@pytest.mark.claim("security", "a listener serves among a thousand idle connections, and drops silent ones in time")
 def test_silent_connections_are_dropped_in_time(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener, "HANDSHAKE_TIMEOUT_S", 0.05)
     with socket.create_connection(("127.0.0.1", server.listener.port), timeout=10) as sock:
@@ -404,6 +408,7 @@ def few_descriptors(free: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+@pytest.mark.claim("security", "a listener without descriptors goes on later, and no process counts as dead meanwhile")
 def test_listener_without_descriptors_accepts_again_later(server: Server, eventually: Any) -> None:
     clients = [socket.socket(socket.AF_UNIX), socket.socket(socket.AF_INET)]
     addresses = ["\0" + server.name, ("127.0.0.1", server.listener.port)]

@@ -156,6 +156,7 @@ def test_dropped_connections_leave_few_sockets(eventually: Any) -> None:
         ray.kill(actor)
 
 
+@pytest.mark.claim("transport", "small tensors move together, in one request")
 def test_small_tensors_are_one_request() -> None:
     with sources() as (source,):
         value = ray.get(source.many.remote(1000, 1024))
@@ -167,6 +168,7 @@ def test_small_tensors_are_one_request() -> None:
         assert raylane.stats()["nixl_requests"] == 2
 
 
+@pytest.mark.claim("transport", "readers take values by one-sided reads of NIXL over UCX (never run over RDMA)")
 def test_put_get_and_nested_values_travel_by_nixl() -> None:
     with sources(2) as (source, reader):
         value = ray.get(source.mixed.remote())
@@ -214,6 +216,7 @@ def test_timeout_of_a_stopped_source_is_obeyed() -> None:
         assert float(raylane.get(ref, timeout=30)[1]) == 1
 
 
+@pytest.mark.claim("transport", "survivors of a failed two-sided transfer go on")
 def test_killed_source_is_reported_and_others_go_on() -> None:
     with sources(2) as (source, other):
         ref, pid = source.make.remote(1.0, 100_000_000), ray.get(source.pid.remote())

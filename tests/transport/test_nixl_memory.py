@@ -129,6 +129,7 @@ def test_registrations_of_a_storage_end_with_its_last_tensor() -> None:
     assert not card.held
 
 
+@pytest.mark.claim("transport", "buffers that NIXL fills come from a pool, whose mapping they share")
 def test_buffers_of_the_pool_share_the_mapping() -> None:
     pool = BufferPool(1 << 20)
     block = pool.take(100_000)

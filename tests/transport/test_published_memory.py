@@ -191,6 +191,7 @@ def test_read_of_resized_array_raises_freed(owner: Any, transport: str) -> None:
             assert _read(owner, ref, transport) == "TensorFreedError", (kind, move)
 
 
+@pytest.mark.claim("transport", '`on_mutation="error"` and `RAYLANE_CHECKSUM=1` find changed bytes, by a checksum')
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_strict_read_after_any_write_raises_mutated(owner: Any, transport: str) -> None:
     for write in WRITES:
@@ -200,6 +201,7 @@ def test_strict_read_after_any_write_raises_mutated(owner: Any, transport: str) 
         assert _read(owner, ref, transport) == "TensorMutatedError", write
 
 
+@pytest.mark.claim("transport", "a strict read beside writes is exact, or an error")
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_strict_read_during_writes_is_exact_or_an_error(owner: Any, transport: str) -> None:
     ref = ray.get(owner.publish.remote("tensor", {"on_mutation": "error"}))[0]
@@ -212,6 +214,7 @@ def test_strict_read_during_writes_is_exact_or_an_error(owner: Any, transport: s
         ray.get(owner.stop_writing.remote())
 
 
+@pytest.mark.claim("security", "readers never get other memory, whatever a producer frees or overwrites")
 @pytest.mark.parametrize("seed", range(6))
 def test_reads_among_random_actions_keep_the_rule(owner: Any, seed: int) -> None:
     """Random sequences of frees, moves and writes against random reads over every transport."""

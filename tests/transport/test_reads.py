@@ -103,6 +103,7 @@ def moved() -> int:
 TRANSPORTS = ["host", "tcp", "gloo", "object_store"]
 
 
+@pytest.mark.claim("transport", "`into=` fills tensors of any strides; after an error nothing writes there")
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_weights_arrive_in_the_tensors_of_a_model(trainer: Any, transport: str) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(COLUMNS, ROWS), torch.nn.Linear(ROWS, 4))
@@ -112,6 +113,7 @@ def test_weights_arrive_in_the_tensors_of_a_model(trainer: Any, transport: str) 
     assert all(found[name] is target for name, target in targets.items())
 
 
+@pytest.mark.claim("transport", "a slice of a value is read into a part of a larger tensor")
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_columns_arrive_in_a_part_of_a_larger_tensor(trainer: Any, transport: str) -> None:
     large = torch.full((1000, 6000), -1.0)
@@ -147,6 +149,7 @@ def test_values_in_rays_reply_arrive_in_targets_as_well(trainer: Any) -> None:
     assert plain["ref"] == "text"
 
 
+@pytest.mark.claim("transport", "readers may take any value in another floating-point dtype")
 def test_dtype_converts_floating_point_tensors_only(trainer: Any) -> None:
     value = raylane.get(trainer.shard.remote(), dtype=torch.bfloat16, device="cpu")
     assert value[0].weight.dtype == torch.bfloat16
@@ -206,6 +209,7 @@ def test_open_shows_tensors_without_moving_them(trainer: Any) -> None:
         opened.read(0)
 
 
+@pytest.mark.claim("transport", "`read` moves only the slice that is asked for")
 @pytest.mark.parametrize("transport", ["host", "tcp"])
 def test_read_moves_only_what_is_asked_for(trainer: Any, transport: str) -> None:
     expected = torch.arange(4_000_000, dtype=torch.float32).reshape(1000, 4000)

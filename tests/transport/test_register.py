@@ -59,6 +59,7 @@ def files() -> set[str]:
     return set(os.listdir(ROOT)) if os.path.exists(ROOT) else set()
 
 
+@pytest.mark.claim("transport", "transports that were written for Ray carry values")
 def test_values_travel_by_registered_transports(eventually: Any) -> None:
     before = files()
     with holders(2, files=FileManager, pipes=PipeManager) as (a, b):
@@ -77,6 +78,7 @@ def test_failure_in_the_source_is_reported_with_its_reason() -> None:
             raylane.get(refs[0])
 
 
+@pytest.mark.claim("transport", "a registered transfer that never ends is aborted on both sides")
 def test_transfer_that_never_ends_is_aborted_on_both_sides(eventually: Any) -> None:
     with holders(1, stuck=StuckManager) as (a,):
         refs = ray.get(a.put.remote("stuck"))

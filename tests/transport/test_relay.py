@@ -136,6 +136,7 @@ def scene(server: Server) -> Iterator[Scene]:
     assert left <= before
 
 
+@pytest.mark.claim("transport", "simultaneous readers on another host share one transfer by `tcp`")
 def test_waiters_get_one_copy_and_write_to_their_own(scene: Scene, eventually: Any) -> None:
     with scene.readers[0].meet(scene.ticket) as first:
         begun = scene.others(first, eventually)
@@ -159,6 +160,7 @@ def test_waiters_get_one_copy_and_write_to_their_own(scene: Scene, eventually: A
     scene.readers[0].store.shared.drop(reused)
 
 
+@pytest.mark.claim("transport", "simultaneous readers on another host share one transfer by `tcp`")
 def test_targets_are_filled_by_a_copy_where_several_read(scene: Scene, eventually: Any) -> None:
     there = scene.ticket.origin().place
     with scene.readers[0].meet(scene.ticket) as first:
@@ -279,6 +281,7 @@ def test_freed_value_and_dead_source_are_errors_of_all(scene: Scene, eventually:
     read_all(SourceLostError)
 
 
+@pytest.mark.claim("security", "strangers at the socket of a shared transfer get nothing and give nothing")
 def test_strangers_get_nothing_and_give_nothing(scene: Scene, eventually: Any) -> None:
     with scene.readers[0].meet(scene.ticket) as first:
         stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -11,6 +11,7 @@ from tests import networks
 pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.ray]
 
 
+@pytest.mark.claim("transport", "simultaneous readers on another host share one transfer by `tcp`")
 def test_readers_on_another_host_share_one_transfer(hosts: networks.Hosts) -> None:
     text, skipped = hosts.drive("tests.transport.relay_network_driver")
     print(text, skipped)  # figures, shown with -s

@@ -109,6 +109,7 @@ def shared(crew: Any) -> list[int]:
     return [ray.get(reader.stats.remote()).get("shared", 0) for reader in crew.readers]
 
 
+@pytest.mark.claim("transport", "readers on the source's host share one copy of a tensor, and write to their own")
 def test_later_readers_share_a_copy_and_write_to_their_own(crew: Any) -> None:
     ref = crew.maker.hold.remote()
     before = shared(crew)
@@ -146,6 +147,7 @@ def test_freed_values_leave_readers_their_content(crew: Any, eventually: Any) ->
     ray.get(crew.maker.refill.remote())
 
 
+@pytest.mark.claim("transport", "memory of copies that readers of a host share is used again")
 def test_copies_are_used_again(crew: Any, eventually: Any) -> None:
     for _ in range(6):
         ref = crew.maker.hold.remote()

@@ -176,6 +176,7 @@ def test_values_read_before_the_death_live_on() -> None:
     assert float(value.double().sum()) == N
 
 
+@pytest.mark.claim("transport", "a snapshot that a reader has mapped outlives its producer")
 @pytest.mark.slow
 def test_snapshot_mapped_before_the_death_lives_on() -> None:
     class Snap:
@@ -195,6 +196,7 @@ def test_snapshot_mapped_before_the_death_lives_on() -> None:
         ray.get(ref)
 
 
+@pytest.mark.claim("transport", "a value whose source died is lost, with a typed error, also after a restart")
 @pytest.mark.slow
 def test_restarted_producer_says_that_the_old_value_is_lost() -> None:
     maker = actor(Maker, max_restarts=1)
@@ -425,6 +427,7 @@ class Unprivileged:
         return raylane.stats()
 
 
+@pytest.mark.claim("transport", "TCP takes over by itself where the kernel forbids reads from another process")
 @pytest.mark.slow
 def test_tcp_takes_over_where_the_kernel_forbids_reads() -> None:
     guarded, reader = actor(Guarded), actor(Unprivileged)

@@ -164,6 +164,7 @@ def test_reader_that_does_not_read_delays_nobody_with_tls(server: Server) -> Non
     deaf.close()
 
 
+@pytest.mark.claim("security", "with `RAY_USE_TLS=1` values travel by TLS, with certificates of both ends")
 def test_peers_of_another_authority_are_refused(server: Server, use: Use, ours: Settings, foreign: Settings) -> None:
     use(foreign)
     with pytest.raises(ProtocolError, match="not signed by the CA in RAY_TLS_CA_CERT"):
@@ -175,6 +176,7 @@ def test_peers_of_another_authority_are_refused(server: Server, use: Use, ours: 
     assert server.serves()
 
 
+@pytest.mark.claim("security", "with `RAY_USE_TLS=1` values travel by TLS, with certificates of both ends")
 def test_client_without_a_certificate_is_refused(server: Server, ours: Settings) -> None:
     context = ssl.create_default_context(cafile=ours["RAY_TLS_CA_CERT"])
     context.check_hostname = False
@@ -199,6 +201,7 @@ def test_old_versions_of_tls_are_refused(server: Server, ours: Settings) -> None
     assert server.serves()
 
 
+@pytest.mark.claim("security", "a process with TLS and one without get a typed error with the remedy")
 def test_client_without_tls_is_told(server: Server, use: Use, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener, "HANDSHAKE_TIMEOUT_S", 0.1)
     use({"RAY_USE_TLS": "0"})
@@ -206,6 +209,7 @@ def test_client_without_tls_is_told(server: Server, use: Use, monkeypatch: pytes
         server.link()
 
 
+@pytest.mark.claim("security", "a process with TLS and one without get a typed error with the remedy")
 def test_listener_without_tls_is_told_from_one_with_it(use: Use, ours: Settings) -> None:
     plain = Server()
     use(ours)
@@ -219,6 +223,7 @@ def test_wrong_secret_is_refused_within_tls(server: Server) -> None:
         server.link(secret=b"x" * 32)
 
 
+@pytest.mark.claim("security", "slow handshakes of TLS are dropped in time, and limited in number")
 def test_slow_handshakes_with_tls_are_dropped_in_time(
     server: Server, monkeypatch: pytest.MonkeyPatch, eventually: Any
 ) -> None:
@@ -237,6 +242,7 @@ def test_slow_handshakes_with_tls_are_dropped_in_time(
     assert server.serves()
 
 
+@pytest.mark.claim("security", "slow handshakes of TLS are dropped in time, and limited in number")
 def test_peers_without_proof_are_limited_with_tls(server: Server) -> None:
     held = [socket.create_connection(server.addresses[1], timeout=10) for _ in range(listener.MAX_UNAUTHENTICATED + 50)]
     assert server.serves()
@@ -284,6 +290,7 @@ def test_stream_with_tls_stops_waiting_at_its_limit(stream: tuple[Any, Any]) -> 
         sender.recv(1)
 
 
+@pytest.mark.claim("security", "with TLS a connection never sends in the clear, and `gloo` and `nixl` are refused")
 def test_shut_connection_never_sends_in_the_clear(stream: tuple[Any, Any]) -> None:
     sender, receiver = stream
     sender.shutdown(socket.SHUT_RD)  # `SSLSocket.shutdown` forgets TLS here, and would send these bytes as they are
@@ -316,6 +323,7 @@ def test_unusable_files_of_tls_are_named(
         server.link()
 
 
+@pytest.mark.claim("security", "with TLS a connection never sends in the clear, and `gloo` and `nixl` are refused")
 @pytest.mark.parametrize("name", ["gloo", "nixl"])
 def test_transports_in_the_clear_are_refused_with_tls(use: Use, name: str) -> None:
     there = Source(place.here(), "Actor(A, 1)", "u", "10.0.0.1", 1)
@@ -371,6 +379,7 @@ ray.shutdown()
 """
 
 
+@pytest.mark.claim("security", "with `RAY_USE_TLS=1` values travel by TLS, with certificates of both ends")
 @pytest.mark.slow
 def test_ray_with_tls_carries_values_by_tls(tmp_path: Path) -> None:
     address = ray.util.get_node_ip_address()

@@ -64,6 +64,7 @@ class Maker:
         return torch.ones(50_000)
 
 
+@pytest.mark.claim("transport", "Ray's metrics and Perfetto show the transfers, on request")
 @pytest.mark.usefixtures("cluster")
 def test_trace_shows_publication_and_fetch_of_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAYLANE_TRACE", str(tmp_path))

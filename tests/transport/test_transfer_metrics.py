@@ -127,6 +127,7 @@ def missing(name: str) -> bool:
         return True
 
 
+@pytest.mark.claim("transport", "Ray's metrics and Perfetto show the transfers, on request")
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.skipif(any(missing(name) for name in AGENT), reason="Ray's metrics agent needs ray[default]")

@@ -14,6 +14,7 @@ from tests import networks
 pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.ray]
 
 
+@pytest.mark.claim("security", "with `RAY_USE_TLS=1` values travel by TLS, with certificates of both ends")
 @pytest.mark.parametrize("nodes", ["hosts", "secured_hosts"], ids=["plain", "tls"])
 def test_transports_between_three_nodes(nodes: str, request: pytest.FixtureRequest) -> None:
     hosts: networks.Hosts = request.getfixturevalue(nodes)

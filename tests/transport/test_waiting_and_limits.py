@@ -111,6 +111,7 @@ def actor(cls: type, **options: Any) -> Any:
     return made
 
 
+@pytest.mark.claim("transport", "`await ref` and `raylane.get_async` wait in an event loop, each for its value alone")
 @pytest.mark.slow
 def test_get_async_of_slow_values_delays_no_ready_one() -> None:
     maker = actor(Maker, max_concurrency=60)
@@ -273,6 +274,7 @@ def test_snapshot_without_descriptors_fails_and_leaves_none() -> None:
     assert more <= 0
 
 
+@pytest.mark.claim("security", "a full backlog or a flood makes no actor look dead")
 @pytest.mark.slow
 def test_flooded_actor_is_kept_while_its_value_is_referenced(monkeypatch: pytest.MonkeyPatch) -> None:
     """A full backlog (anybody on the machine can fill it) does not mean that the actor holds nothing."""

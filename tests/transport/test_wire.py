@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from raylane.transport.link import wire
 
 MESSAGES: list[wire.Message] = [
@@ -35,6 +37,7 @@ def test_every_message_survives_any_cut_of_the_stream() -> None:
         assert got == MESSAGES
 
 
+@pytest.mark.claim("security", "random bytes in a frame are refused, and never crash a process")
 def test_random_bytes_are_refused_never_crash() -> None:
     rng = random.Random(2)
     refused = 0
@@ -47,6 +50,7 @@ def test_random_bytes_are_refused_never_crash() -> None:
     assert refused >= 1999  # a valid frame may come up by chance
 
 
+@pytest.mark.claim("security", "a recorded handshake cannot be replayed")
 def test_proof_fits_one_role_one_handshake_and_one_listener() -> None:
     right = (b"secret", "client", b"theirs", b"mine", "name")
     good = wire.make_proof(*right)

@@ -25,6 +25,7 @@ def trainer_and_folder(started: list[Any], path: Path, kind: str = "llama", **op
     return trainer, ray.get(trainer.export.remote(0))
 
 
+@pytest.mark.claim("weights", "vLLM takes versions while it answers, and answers like a fresh engine (0.32, on CPUs)")
 @pytest.mark.parametrize("inside", [True, False], ids=["same process", "own process"])
 def test_an_llm_answers_like_a_fresh_one(started: list[Any], tmp_path: Path, inside: bool) -> None:
     trainer, folder = trainer_and_folder(started, tmp_path)
@@ -44,6 +45,7 @@ def test_an_llm_answers_like_a_fresh_one(started: list[Any], tmp_path: Path, ins
     assert not ray.get(engine.update.remote()).changed
 
 
+@pytest.mark.claim("weights", "vLLM takes versions while it answers, and answers like a fresh engine (0.32, on CPUs)")
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
@@ -68,6 +70,7 @@ def test_model_types_answer_like_fresh_ones(
     assert ray.get(engine.answers.remote()) == ray.get(fresh.answers.remote(exported))
 
 
+@pytest.mark.claim("weights", "vLLM takes versions while it answers, and answers like a fresh engine (0.32, on CPUs)")
 def test_tensor_parallel_workers_take_the_same_version(started: list[Any], tmp_path: Path) -> None:
     trainer, folder = trainer_and_folder(started, tmp_path)
     engine = engines.Engine.options(runtime_env=engines.OUTSIDE).remote(folder, tensor_parallel_size=2)
@@ -82,6 +85,7 @@ def test_tensor_parallel_workers_take_the_same_version(started: list[Any], tmp_p
     assert len(readers[0]) == 2
 
 
+@pytest.mark.claim("weights", "vLLM takes versions while it answers, and answers like a fresh engine (0.32, on CPUs)")
 def test_twenty_updates_under_load(started: list[Any], tmp_path: Path) -> None:
     trainer, folder = trainer_and_folder(started, tmp_path)
     engine, fresh = engines.AsyncEngine.remote(folder), engines.FreshEngines.remote()
@@ -103,6 +107,7 @@ def test_twenty_updates_under_load(started: list[Any], tmp_path: Path) -> None:
     ray.get(engine.shut_down.remote())
 
 
+@pytest.mark.claim("weights", "requests under way finish, go on or end as asked, and know the versions of their tokens")
 @pytest.mark.parametrize("pause", ["wait", "keep", "abort"])
 def test_requests_under_way_end_as_asked(started: list[Any], tmp_path: Path, pause: str) -> None:
     trainer, folder = trainer_and_folder(started, tmp_path)
@@ -148,6 +153,7 @@ def test_an_exchange_takes_no_later_version(started: list[Any], tmp_path: Path) 
     assert ray.get(engine.update.remote()).version == first + 1
 
 
+@pytest.mark.claim("weights", "an engine that is killed and started again gets the newest version")
 def test_a_killed_engine_joins_late(started: list[Any], tmp_path: Path) -> None:
     trainer, folder = trainer_and_folder(started, tmp_path)
     engine = engines.Engine.options(runtime_env=engines.INSIDE).remote(folder)
@@ -163,6 +169,7 @@ def test_a_killed_engine_joins_late(started: list[Any], tmp_path: Path) -> None:
     assert ray.get(engine.answers.remote()) == ray.get(fresh.answers.remote(exported))
 
 
+@pytest.mark.claim("weights", "a vLLM engine whose weights cannot be exchanged, such as a compiled one, is refused")
 def test_unusable_engines_and_options_say_why(started: list[Any], tmp_path: Path) -> None:
     trainer, folder = trainer_and_folder(started, tmp_path)
     engine = engines.Engine.options(runtime_env=engines.INSIDE).remote(folder)

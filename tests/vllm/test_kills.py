@@ -220,6 +220,7 @@ def gone(pid: int) -> bool:
     return not Path(f"/proc/{pid}").exists()
 
 
+@pytest.mark.claim("weights", "no death beside a vLLM, or of the vLLM, mixes versions or makes others wait without end")
 @pytest.mark.slow
 @pytest.mark.faults
 @pytest.mark.timeout(300 + 60 * KILLS)

@@ -40,6 +40,7 @@ def fresh_answers(started: list[Any], model: str, folders: list[str]) -> list[li
     return [ray.get(fresh.answers.remote(model, folder)) for folder in folders]
 
 
+@pytest.mark.claim("weights", "vLLM takes LoRA adapters as versions of their own, from memory")
 @pytest.mark.parametrize("inside", [True, False], ids=["same process", "own process"])
 def test_versions_answer_like_folders_at_once(started: list[Any], tmp_path: Path, model: str, inside: bool) -> None:
     trainer = new_trainer(started, tmp_path)

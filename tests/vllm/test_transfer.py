@@ -113,6 +113,7 @@ class ServedEngine:
         return version
 
 
+@pytest.mark.claim("weights", "vLLM's own interface for weights has the backend `raylane`")
 @pytest.mark.parametrize(
     ("sharded", "environment", "options"),
     [(True, engines.INSIDE, {}), (False, engines.INSIDE, {}), (True, engines.OUTSIDE, {"tensor_parallel_size": 2})],

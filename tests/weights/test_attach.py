@@ -86,6 +86,7 @@ def test_a_models_own_tensors_are_published_and_taken() -> None:
     attachment.close()
 
 
+@pytest.mark.claim("weights", "requests under way finish, go on or end as asked, and know the versions of their tokens")
 @pytest.mark.parametrize("pause", ["keep", "wait", "abort"])
 def test_answers_under_way_end_as_asked(pause: str, tmp_path: Path) -> None:
     reader = new_model("llama")

@@ -47,6 +47,7 @@ def answer(model: Any) -> Any:
     return model.generate(input_ids=prompt, max_new_tokens=8, do_sample=False, pad_token_id=0)
 
 
+@pytest.mark.claim("weights", "a PEFT model takes versions of adapters")
 def test_a_peft_model_takes_versions_of_adapters() -> None:
     trained, reader = new_model(), new_model()
     publisher = weights.Publisher("policy-lora", get_peft_model_state_dict(trained))

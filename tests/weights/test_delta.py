@@ -44,6 +44,7 @@ def patched(new: np.ndarray, old: np.ndarray, runs: list[Run]) -> np.ndarray:
     return patch
 
 
+@pytest.mark.claim("weights", "between hosts a delta carries only the elements that have changed, bit for bit")
 @pytest.mark.parametrize("itemsize", SIZES)
 @pytest.mark.parametrize("density", [0.0, 0.0001, 0.01, 0.3, 1.0])
 def test_patch_makes_the_new_bytes(itemsize: int, density: float) -> None:
@@ -55,6 +56,7 @@ def test_patch_makes_the_new_bytes(itemsize: int, density: float) -> None:
     assert density or not len(patch)
 
 
+@pytest.mark.claim("weights", "between hosts a delta carries only the elements that have changed, bit for bit")
 def test_nan_and_zero_are_compared_by_their_bits() -> None:
     old = np.array([np.nan, 0.0, 1.0, -np.inf], dtype=np.float32)
     new = np.array([np.nan, -0.0, 1.0, np.inf], dtype=np.float32)
@@ -124,6 +126,7 @@ def section(start: int, itemsize: int, gaps: list[int]) -> bytes:
     return struct.pack("<QII", start, itemsize, len(gaps)) + values + struct.pack(f"<{len(gaps)}H", *gaps)
 
 
+@pytest.mark.claim("weights", "a digest proves what a delta has made; otherwise the chunk comes whole")
 @pytest.mark.parametrize(
     "data",
     [
@@ -175,6 +178,7 @@ def test_random_patches_write_nothing_beside_the_chunk() -> None:
     assert refused > 1000
 
 
+@pytest.mark.claim("weights", "whole versions go where a delta does not pay, after a missed one, and on one host")
 def test_patch_pays_by_density_and_link() -> None:
     auto = DeltaOptions("auto")
     gigabit = auto.most_patch_bytes(1_000_000, 125e6)

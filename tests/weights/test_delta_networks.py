@@ -8,6 +8,8 @@ from tests import networks
 pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.ray]
 
 
+@pytest.mark.claim("weights", "between hosts a delta carries only the elements that have changed, bit for bit")
+@pytest.mark.claim("weights", "whole versions go where a delta does not pay, after a missed one, and on one host")
 def test_reader_on_another_host_gets_changed_elements(hosts: networks.Hosts) -> None:
     text, skipped = hosts.drive("tests.weights.delta_network_driver")
     print(text, skipped)  # figures, shown with -s

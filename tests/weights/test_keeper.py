@@ -55,6 +55,7 @@ def test_slots_stay_for_the_next_catalogue_and_are_counted() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.claim("weights", "each version has, on request, a digest of its bytes as they are stored")
 def test_digest_is_that_of_the_stored_bytes() -> None:
     async def run() -> None:
         keeper = Keeper(None)
@@ -108,6 +109,7 @@ def test_calls_that_later_ones_overtook_change_nothing() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.claim("weights", "publications beyond `RAYLANE_BUDGET_BYTES` are refused")
 def test_slots_beyond_the_budget_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAYLANE_BUDGET_BYTES", "150000")
 
@@ -118,6 +120,7 @@ def test_slots_beyond_the_budget_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     asyncio.run(run())
 
 
+@pytest.mark.claim("weights", "a slot is written again only when no living reader holds it, forked children included")
 @pytest.mark.processes
 def test_forked_child_keeps_the_locks_of_its_parent() -> None:
     code = """if True:
@@ -151,6 +154,7 @@ def test_order_that_a_later_version_overtook_is_not_written() -> None:
     slot.begin_writing(1, Deadline(0), "rank 1 waits", 6)
 
 
+@pytest.mark.claim("weights", "other users of the machine cannot open the memory of versions")
 @pytest.mark.processes
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_other_users_cannot_open_slots() -> None:

@@ -146,6 +146,7 @@ def run_driver(address: str) -> None:
         ray.get(trial.begin())
 
 
+@pytest.mark.claim("weights", "no death of a rank, reader, keeper or driver mixes versions or makes others wait on")
 @pytest.mark.slow
 @pytest.mark.faults
 @pytest.mark.timeout(120 + 10 * KILLS)

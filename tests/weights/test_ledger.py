@@ -62,6 +62,7 @@ def newest(ledger: Ledger) -> int | None:
     return None if version is None else version.number
 
 
+@pytest.mark.claim("weights", "a version is visible when all ranks have written it")
 def test_version_is_visible_when_all_ranks_are_done() -> None:
     ledger = Ledger("policy")
     start = register(ledger, 3)
@@ -234,6 +235,7 @@ def test_slots_that_are_being_made_are_in_use() -> None:
     assert ledger.parts_in_use("b") == []
 
 
+@pytest.mark.claim("weights", "whole versions go where a delta does not pay, after a missed one, and on one host")
 def test_base_is_the_newest_version_that_another_host_has() -> None:
     ledger = Ledger("policy")
     start = ledger.register(registration(0, 1, delta=DeltaOptions("auto", 6))._replace(keep=3), [], 1)
@@ -284,6 +286,7 @@ def test_generations_of_the_same_slots_do_not_overwrite() -> None:
     assert opened.slot < 2
 
 
+@pytest.mark.claim("weights", "no version has ranks of two trainers with `trainer=` of their own, in any event order")
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 @pytest.mark.parametrize("old_state", ["living", "ended"])
 def test_trainer_starts_again_with_one_changed_rank(order: tuple[int, int], old_state: str) -> None:

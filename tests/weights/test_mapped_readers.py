@@ -46,6 +46,7 @@ def check(tensors: dict[str, torch.Tensor], value: float) -> None:
     assert torch.equal(tensors["n"].float(), source["a.n"])
 
 
+@pytest.mark.claim("weights", "other names and shapes are read by the reader's own loader or by rules")
 @pytest.mark.parametrize("apply", ["copy", "swap"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("ahead", [False, True], ids=["at once", "prefetched"])

@@ -51,6 +51,7 @@ def distinct(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in tensors.items() if first.setdefault(id(tensor), name) == name}
 
 
+@pytest.mark.claim("weights", "Hugging Face folders become models with other names and shapes, experts included")
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_hugging_face_folders_become_models(kind: str, tmp_path: Path) -> None:
     trained, reader = model_of(kind), model_of(kind)
@@ -81,6 +82,7 @@ def mapped(mapping: Mapping, targets: dict[str, torch.Tensor], *, subset: bool =
     return targets
 
 
+@pytest.mark.claim("weights", "other names and shapes are read by the reader's own loader or by rules")
 def test_rules_rename_fuse_split_and_transpose() -> None:
     mapping = (
         Mapping()
@@ -180,6 +182,7 @@ def test_elements_that_are_repeated_are_followed() -> None:
     assert torch.equal(only_q(lambda tensor, into: into.view(2, 16).copy_(tensor.view(-1)[:16])), expected)
 
 
+@pytest.mark.claim("weights", "a loader that computes is refused with the operation and the line")
 @pytest.mark.parametrize(
     ("load", "message"),
     [

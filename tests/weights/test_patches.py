@@ -96,6 +96,7 @@ def test_patches_between_slots_make_the_new_version() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.claim("weights", "a digest proves what a delta has made; otherwise the chunk comes whole")
 def test_wrong_base_or_patch_is_not_accepted() -> None:
     async def run() -> None:
         keeper, (old, new) = await keeper_with([7, 8])
@@ -121,6 +122,7 @@ def test_wrong_base_or_patch_is_not_accepted() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.claim("weights", "a trainer does not wait for the computation of a delta")
 @pytest.mark.parametrize("slot_in_use", ["base", "new"])
 def test_trainer_does_not_wait_for_a_diff(monkeypatch: pytest.MonkeyPatch, slot_in_use: str) -> None:
     """A trainer begins to write one of both slots in the middle of a diff: it gets the lock at once."""
@@ -256,6 +258,7 @@ class WritableKeeper(Keeper):
         return read(path)
 
 
+@pytest.mark.claim("weights", "a digest proves what a delta has made; otherwise the chunk comes whole")
 @pytest.mark.ray
 def test_keepers_fetch_patches_and_repair_mismatches(cluster: None) -> None:
     source, relay, target = (ray.remote(num_cpus=0)(WritableKeeper).remote(None) for _ in range(3))

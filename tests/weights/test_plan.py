@@ -90,6 +90,7 @@ def read(plan: Plan, memories: Sequence[torch.Tensor], targets: dict[str, torch.
             target.copy_(boxed(content, Box(piece.source, piece.size)))
 
 
+@pytest.mark.claim("weights", "shards, replicas and uneven parts of meshes of three axes are read into any others")
 @pytest.mark.parametrize("seed", range(150))
 def test_any_layout_is_read_into_any_other(seed: int) -> None:
     rng = random.Random(seed)
@@ -121,6 +122,7 @@ def test_any_layout_is_read_into_any_other(seed: int) -> None:
         assert plan.nbytes == sum(tensor.nbytes for tensor in tensors.values())
 
 
+@pytest.mark.claim("weights", "replicas share the work of publication")
 def test_replicas_share_the_writing() -> None:
     layout = {f"w{i}": TensorLayout((10, 10), "float32", 4, divide((10, 10), [4], [0], [None])) for i in range(40)}
     stored = store([layout] * 4)
@@ -150,6 +152,7 @@ def rows(shape: tuple[int, ...], start: int, stop: int, dtype: str = "float32") 
     return {"w": TensorLayout(shape, dtype, ITEMSIZES[dtype], (held,))}
 
 
+@pytest.mark.claim("weights", "missing, surplus and misshapen tensors are named before anything is written")
 def test_layouts_that_do_not_fit_are_refused_with_names() -> None:
     shape = (8, 2)
     with pytest.raises(WeightsLayoutError, match=r"hold 12 elements of 'w', whose shape \(8, 2\) has 16: no rank"):

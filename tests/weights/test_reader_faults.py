@@ -156,6 +156,7 @@ def churn(joins: int, side_by_side: int, eventually: Callable[..., None]) -> Non
     assert not set(descriptors()) - before
 
 
+@pytest.mark.claim("weights", "readers come and go while updates run, and the others lose no version")
 @pytest.mark.slow
 @pytest.mark.parametrize(("joins", "side_by_side"), [(12, 4), pytest.param(50, 6, marks=pytest.mark.matrix)])
 def test_readers_come_and_go(cluster: None, eventually: Callable[..., None], joins: int, side_by_side: int) -> None:
@@ -167,6 +168,7 @@ def kill_actors(kind: str) -> None:
         ray.kill(ray.get_actor(name, "raylane-weights"))
 
 
+@pytest.mark.claim("weights", "publishers wait for readers with a live lease only (death of a host: fakes only)")
 @pytest.mark.slow
 def test_leases_outlast_keeper_and_catalogue(cluster: None, eventually: Callable[..., None]) -> None:
     trainer, readers = start(Trainer), [start(Reader) for _ in range(2)]
@@ -201,6 +203,7 @@ def names_of_readers() -> set[str]:
     return {info.name for info in weights.readers()}
 
 
+@pytest.mark.claim("weights", "publishers wait for readers with a live lease only (death of a host: fakes only)")
 @pytest.mark.slow
 def test_reader_of_a_silent_host_is_not_waited_for(cluster: None, eventually: Callable[..., None]) -> None:
     trainer, reader = start(Trainer), start(Reader)

@@ -45,6 +45,7 @@ def leases_of(readers: NamedReaders) -> dict[str, str]:
     return {info.label: info.lease for info in readers.infos(0)}
 
 
+@pytest.mark.claim("weights", "publishers wait for readers with a live lease only (death of a host: fakes only)")
 def test_lease_follows_the_table() -> None:
     readers = NamedReaders()
     assert readers.join(ONE, 0)
@@ -106,6 +107,7 @@ def test_expired_readers_are_not_waited_for() -> None:
     assert len(readers) == 2
 
 
+@pytest.mark.claim("weights", "readers that are too far behind are named in metrics and by `weights.readers`")
 def test_lag_counts_from_the_version_in_use() -> None:
     readers = NamedReaders()
     readers.max_lag = 2
@@ -140,6 +142,7 @@ def test_readers_of_an_earlier_catalogue_keep_their_version() -> None:
     assert readers.behind(VersionKey("present", 9)) == ["one", "two"]
 
 
+@pytest.mark.claim("weights", "readers that are too far behind are named in metrics and by `weights.readers`")
 def test_readers_are_shown_with_lag_and_lease() -> None:
     readers = NamedReaders()
     readers.max_lag = 0
@@ -156,6 +159,7 @@ def test_readers_are_shown_with_lag_and_lease() -> None:
     ]
 
 
+@pytest.mark.claim("weights", "readers that are too far behind are named in metrics and by `weights.readers`")
 def test_gauge_names_readers_too_far_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     values: dict[tuple[str, ...], float] = {}
 
@@ -356,6 +360,7 @@ def test_silent_keeper_lets_leases_expire_and_come_back() -> None:
     run(scene)
 
 
+@pytest.mark.claim("weights", "publishers wait for readers with a live lease only (death of a host: fakes only)")
 def test_readers_of_a_dead_host_are_forgotten() -> None:
     async def scene(catalogue: Catalogue) -> None:
         for reader in (ONE, TWO):

@@ -25,6 +25,7 @@ def simulate(spread: Spread, seed: int, dying: str | None = None) -> dict[str, i
     return sent
 
 
+@pytest.mark.claim("weights", "hosts share one copy out of the trainer, and a dead holder is replaced")
 @pytest.mark.parametrize("parts", [1, 8])
 @pytest.mark.parametrize("seed", range(20))
 def test_source_sends_each_chunk_once(seed: int, parts: int) -> None:
@@ -38,6 +39,7 @@ def test_source_sends_each_chunk_once(seed: int, parts: int) -> None:
     assert not any(spread.missing(host) for host in "abcd")
 
 
+@pytest.mark.claim("weights", "hosts share one copy out of the trainer, and a dead holder is replaced")
 @pytest.mark.parametrize("seed", range(20))
 def test_dead_holder_is_replaced(seed: int) -> None:
     spread = Spread("source", 40 * LEAST_BYTES)

@@ -11,6 +11,7 @@ from tests import networks
 pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.ray]
 
 
+@pytest.mark.claim("weights", "hosts share one copy out of the trainer, and a dead holder is replaced")
 def test_readers_on_three_hosts_share_one_copy(hosts: networks.Hosts) -> None:
     text, skipped = hosts.drive("tests.weights.spread_network_driver")
     print(text, skipped)  # figures, shown with -s

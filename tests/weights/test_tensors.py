@@ -96,6 +96,7 @@ def check_placed() -> None:
         layout_of({"w": partial}, None, None)
 
 
+@pytest.mark.claim("weights", "shards, replicas and uneven parts of meshes of three axes are read into any others")
 @pytest.mark.processes
 def test_layouts_of_dtensors_are_those_of_torch() -> None:
     connections = []
@@ -112,6 +113,7 @@ def test_layouts_of_dtensors_are_those_of_torch() -> None:
             assert set(stored.tensors) == {"0.weight", "0.bias", "1.weight", "1.bias"}
 
 
+@pytest.mark.claim("weights", "tied weights, buffers, wrapped modules and models that change later can be published")
 def test_tied_and_transient_tensors_of_a_module() -> None:
     class Tied(Module):
         def __init__(self) -> None:
@@ -135,6 +137,7 @@ def test_tied_and_transient_tensors_of_a_module() -> None:
     assert empty.head.weight.eq(1).all()
 
 
+@pytest.mark.claim("weights", "plain parts have declared places")
 def test_parts_of_plain_tensors_are_named_by_places() -> None:
     tensor = torch.zeros(3, 4)
     even = Part.even(tensor, 1, 2, 5)
@@ -145,6 +148,7 @@ def test_parts_of_plain_tensors_are_named_by_places() -> None:
         layout_of({"w": tensor}, {"w": Part((3, 20), (0, 18))}, None)
 
 
+@pytest.mark.claim("weights", "readers may have another floating-point dtype, and strided tensors")
 def test_copies_convert_and_write_any_view() -> None:
     base = torch.arange(24.0).view(4, 6)
     whole = torch.randn(3, 3, dtype=torch.complex64)
@@ -167,6 +171,7 @@ def test_copies_convert_and_write_any_view() -> None:
     PreparedCopy([], {}, [], to_slot=True).run(dict)
 
 
+@pytest.mark.claim("weights", "tied weights, buffers, wrapped modules and models that change later can be published")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 def test_wrapped_modules_have_plain_names() -> None:
     def build(wrap: Callable[[Module], Any]) -> Any:
@@ -191,6 +196,7 @@ def test_modules_that_hide_weights_are_refused() -> None:
         NamedTensors(Sequential(Packed(), Linear(2, 2)))
 
 
+@pytest.mark.claim("weights", "tied weights, buffers, wrapped modules and models that change later can be published")
 def test_models_that_change_are_followed_or_refused() -> None:
     model = Sequential(Linear(2, 2), Linear(2, 2))
     tensors = NamedTensors(model)
@@ -252,6 +258,7 @@ OPAQUE = {
 }
 
 
+@pytest.mark.claim("weights", "tensors without plain memory, and memory that others see, are refused by name")
 @pytest.mark.parametrize("kind", list(OPAQUE))
 def test_tensors_without_plain_memory_are_refused(kind: str) -> None:
     tensor = OPAQUE[kind]()
@@ -286,6 +293,7 @@ def test_memory_that_is_gone_is_refused_when_it_is_used() -> None:
         NamedTensors({"w": meta}).check(meta=False)
 
 
+@pytest.mark.claim("weights", "tensors without plain memory, and memory that others see, are refused by name")
 def test_memory_that_others_see_is_not_exchanged() -> None:
     module, flat = Linear(2, 2), torch.zeros(8)
     NamedTensors(module).check_exchangeable()

@@ -117,6 +117,7 @@ def publish(trainers: list[Any], step: int) -> int:
     return number
 
 
+@pytest.mark.claim("weights", "readers may have another floating-point dtype, and strided tensors")
 def test_readers_of_every_kind_get_whole_versions(start: Start) -> None:
     trainers = [start(Trainer, rank, 2) for rank in range(2)]
     readers = [start(Reader, *kind) for kind in (("copy",), ("swap",), ("copy", "bfloat16"))]
@@ -137,6 +138,7 @@ def test_readers_of_every_kind_get_whole_versions(start: Start) -> None:
     ray.get(trainers[0].wait.remote(5, 10))
 
 
+@pytest.mark.claim("weights", "versions outlive their trainer, and another trainer of any world size goes on")
 def test_versions_outlive_their_trainer_and_go_on_with_another(start: Start) -> None:
     trainers = [start(Trainer, rank, 2) for rank in range(2)]
     publish(trainers, 7)
@@ -152,6 +154,7 @@ def test_versions_outlive_their_trainer_and_go_on_with_another(start: Start) -> 
     assert ray.get(reader.update.remote()) == (3, {9})
 
 
+@pytest.mark.claim("weights", "a slot is written again only when no living reader holds it, forked children included")
 def test_prefetched_version_is_held_until_the_update(start: Start) -> None:
     trainer, target = start(Trainer, 0, 1), model()
     subscriber = weights.Subscriber("policy", target)
@@ -180,6 +183,7 @@ def test_prefetched_version_is_held_until_the_update(start: Start) -> None:
     subscriber.close()
 
 
+@pytest.mark.claim("weights", "replicas share the work of publication")
 def test_replicas_that_write_nothing_publish_too(start: Start) -> None:
     trainers = [start(Replica, rank) for rank in range(3)]
     reader = {"w": torch.zeros(4)}
@@ -197,6 +201,7 @@ class Replica(Trainer):
         self.publisher = weights.Publisher("policy", self.tensors, rank=rank, world=3)
 
 
+@pytest.mark.claim("weights", "mapped weights need no copy and no memory on one host and CPU; training is refused")
 def test_mapped_weights_share_memory_and_refuse_training(start: Start) -> None:
     trainer, reader = start(Trainer, 0, 1), start(MappedReader)
     publish([trainer], 1)
@@ -280,6 +285,7 @@ def own_bytes() -> int:
     return int(line.split()[1]) * 1024
 
 
+@pytest.mark.claim("weights", "readers need no memory beside the `keep` slots of their host")
 def test_readers_need_no_memory_beside_that_of_the_host(start: Start) -> None:
     ranks = [start(Large, "", rank) for rank in range(2)]
     readers = {apply: start(Large, apply) for apply in ("copy", "map", "swap")}
@@ -306,6 +312,7 @@ def test_dropped_name_can_be_published_again_at_once(cluster: None) -> None:
     publisher.close()
 
 
+@pytest.mark.claim("weights", "no reader keeps bytes of a dropped name")
 def test_dropped_name_leaves_no_old_bytes(start: Start) -> None:
     other = weights.Publisher("other", {"x": torch.zeros(1)})  # keeps the catalogue and the keeper alive
     publisher = weights.Publisher("policy", {"a": torch.full((8,), 1.0), "b": torch.full((8,), 2.0)})
@@ -336,6 +343,7 @@ def test_dropped_name_leaves_no_old_bytes(start: Start) -> None:
     weights.drop("other")
 
 
+@pytest.mark.claim("weights", "with `detached=True` a name outlives its job")
 def test_another_job_reads_a_detached_name(start: Start, tmp_path: Path) -> None:
     tensors = {"w": torch.full((3,), 5.0)}
     publisher = weights.Publisher("policy", tensors, detached=True)
@@ -358,6 +366,7 @@ def test_another_job_reads_a_detached_name(start: Start, tmp_path: Path) -> None
     weights.drop("policy", detached=True)
 
 
+@pytest.mark.claim("weights", "publications and updates run beside the next step and beside generation")
 def test_publication_and_update_run_beside_other_work(start: Start) -> None:
     trainers, reader = [start(Trainer, rank, 2) for rank in range(2)], start(Reader)
     for step in (1, 2):
@@ -365,6 +374,7 @@ def test_publication_and_update_run_beside_other_work(start: Start) -> None:
         assert ray.get(reader.update_async.remote()) == (step, {step})
 
 
+@pytest.mark.claim("weights", "every wait has a deadline and names the ranks and readers that are missing")
 def test_waits_name_what_is_missing(start: Start) -> None:
     trainer = start(Trainer, 0, 2)
     with pytest.raises(WeightsTimeoutError, match=r"ranks \[1\] of 2 have not registered for 'policy'"):
@@ -386,6 +396,7 @@ def test_waits_name_what_is_missing(start: Start) -> None:
         ray.get(trainer.wait.remote(1, 0.3))
 
 
+@pytest.mark.claim("weights", "the death of a keeper or of the catalogue loses versions only")
 def test_death_of_keeper_or_catalogue_loses_versions_only(start: Start, eventually: Callable[..., None]) -> None:
     trainers, reader = [start(Trainer, rank, 2) for rank in range(2)], start(Reader)
     publish(trainers, 1)
@@ -414,6 +425,7 @@ def kill(kind: str) -> None:
                     ray.get(actor.__ray_ready__.remote(), timeout=30)
 
 
+@pytest.mark.claim("weights", "missing, surplus and misshapen tensors are named before anything is written")
 def test_options_and_layouts_that_do_not_fit_are_refused(start: Start) -> None:
     tensors = {"w": torch.zeros(2, 2)}
     for options, text in (
@@ -469,6 +481,7 @@ def test_options_and_layouts_that_do_not_fit_are_refused(start: Start) -> None:
     subscriber.close()
 
 
+@pytest.mark.claim("weights", "whole versions go where a delta does not pay, after a missed one, and on one host")
 @pytest.mark.parametrize("delta", ["auto", "always"])
 def test_readers_of_the_trainers_host_copy_no_deltas(start: Start, delta: str) -> None:
     trainer, reader = start(Trainer, 0, 1, "policy", 2, delta), start(Reader)
@@ -486,6 +499,7 @@ def test_delta_options_are_checked() -> None:
         weights.Publisher("policy", tensors, anchor_every=0)
 
 
+@pytest.mark.claim("weights", "tensors that lost a version take it again")
 @pytest.mark.parametrize("apply", ["copy", "swap", "map"])
 def test_tensors_that_lost_a_version_take_it_again(start: Start, apply: str) -> None:
     publisher, target = weights.Publisher("policy", {"w": torch.ones(3)}), {"w": torch.zeros(3)}
@@ -516,6 +530,7 @@ def test_tensors_that_lost_a_version_take_it_again(start: Start, apply: str) -> 
         publisher.publish(2)
 
 
+@pytest.mark.claim("weights", "every wait has a deadline and names the ranks and readers that are missing")
 def test_calls_wait_for_each_other_within_their_deadline(start: Start) -> None:
     publisher, target = weights.Publisher("policy", {"w": torch.ones(3)}), {"w": torch.zeros(3)}
     subscriber = weights.Subscriber("policy", target)

@@ -161,6 +161,7 @@ def test_rank_that_raises_alone_leaves_the_group_usable(group):
     assert group.call("raise_on", 9).results(60) == [0, 1, 2, 3]
 
 
+@pytest.mark.claim("worker groups", "a killed worker fails every pending call, and the group recovers")
 @pytest.mark.faults
 def test_killed_worker_is_noticed_and_the_group_recovers(cluster):
     with new_group() as group:
@@ -174,6 +175,7 @@ def test_killed_worker_is_noticed_and_the_group_recovers(cluster):
         assert group.call("work", "again").results(60) == [0, 1]
 
 
+@pytest.mark.claim("worker groups", "calls by compiled graphs fall back to plain calls with one warning")
 def test_preferred_graphs_fall_back_loudly_once(cluster, caplog):
     """F1, R11: every call tried to build its graph again, and printed an exception each time."""
     with (

@@ -12,6 +12,7 @@ from raylane.workers.sharding import NamedSharding
 MESH = NamedSharding.of(pp=2, dp=2, tp=2)
 
 
+@pytest.mark.claim("worker groups", "arguments are divided along any named axes, in the order of the axes")
 def test_every_sharded_axis_is_used_in_the_order_of_the_list():
     """R1: the reference compiled path stopped at the first axis and dropped the rest."""
     plan = plan_call(MESH, ["tp", "dp"], ["pp"])

@@ -83,6 +83,7 @@ def listening_addresses(port):
     return [one[1].rpartition(":")[0] for one in fields if one[3] == "0A" and one[1].endswith(f":{port:04X}")]
 
 
+@pytest.mark.claim("security", "the TCPStore of a worker group listens on the address of its node alone")
 def test_store_of_a_group_listens_on_the_node_address_alone(group):
     env = results(group, group.call("environment", ["MASTER_ADDR", "MASTER_PORT"], ranks=[0]))[0]
     address = socket.inet_aton(env["MASTER_ADDR"])[::-1].hex().upper()  # /proc/net/tcp: hex of the host's byte order
@@ -130,6 +131,7 @@ def test_ranks_are_ordered_by_devices_within_their_node():
     assert order_by_devices(without) == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.claim("worker groups", "`torch.distributed` starts from the environment of each worker")
 def test_torch_distributed_joins_through_the_environment(group):
     means = results(group, group.call("mean_over_ranks", shard=["dp", "tp"], value=[[1.0, 2.0], [3.0, 6.0]]))
     assert means == [3.0] * 4
@@ -146,6 +148,7 @@ def test_single_worker_and_all_workers_take_positional_arguments(group):
         group.call("echo", ranks=[4])
 
 
+@pytest.mark.claim("worker groups", "arguments are divided along any named axes, in the order of the axes")
 def test_every_argument_is_sharded_along_every_listed_axis(group):
     """R1, F2: only the first axis, and only the argument called "data", were looked at."""
     nested = [[f"tp{t} dp{d}" for d in range(2)] for t in range(2)]
@@ -155,6 +158,7 @@ def test_every_argument_is_sharded_along_every_listed_axis(group):
     ]
 
 
+@pytest.mark.claim("worker groups", "a batch is divided, copied along replicated axes, and returned once")
 def test_batches_are_sharded_replicated_and_returned_once(group):
     batch = BatchDict({"ids": torch.arange(8)})
     future = group.call(
@@ -172,6 +176,7 @@ def test_batches_are_sharded_replicated_and_returned_once(group):
     assert future.done()
 
 
+@pytest.mark.claim("worker groups", "a shard is sent once for all workers that get it")
 def test_shard_is_sent_once_for_all_its_workers(group, kind, monkeypatch):
     puts = []
     monkeypatch.setattr("raylane.workers.group.put", lambda value: puts.append(value) or raylane.put(value))
@@ -228,6 +233,7 @@ def test_nothing_is_sent_when_arguments_are_wrong(group):
         group.call("total", data=1, ranks=[0], shard=["dp"])
 
 
+@pytest.mark.claim("worker groups", "an error names its rank, and the group continues")
 def test_worker_error_names_rank_and_the_group_continues(group):
     with pytest.raises(WorkerCallError, match=r"Recorder.fail raised on rank 2: KeyError: 'the reason'") as caught:
         results(group, group.call("fail", 2))
@@ -297,6 +303,7 @@ def test_a_late_answer_is_not_lost(ray_session, kind):
             assert results(group, group.call("fail", 9)) == [0], "other calls run beside it"
 
 
+@pytest.mark.claim("worker groups", "a killed worker fails every pending call, and the group recovers")
 @pytest.mark.faults
 def test_killed_worker_fails_every_pending_call(ray_session, kind):
     group = kind(Recorder, 3, options=WorkerOptions(**SMALL))

@@ -31,6 +31,7 @@ def run(group, *passes, value=1):
     return future.results(60)
 
 
+@pytest.mark.claim("worker groups", "values go from worker to worker within a pass, without the driver")
 def test_values_go_from_worker_to_worker(group):
     passes = [
         Pass(0, "add", (10,)),
