@@ -26,7 +26,7 @@ BUDGETS = {
     "sft": 3056,
     "testing": 206,
     "training": 7565,
-    "transport": 7761,
+    "transport": 7773,
     "weights": 5139,
     "workers": 1473,
 }

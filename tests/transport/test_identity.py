@@ -19,9 +19,8 @@ from tests.transport.crews import OneMaker
 
 import raylane
 from raylane.core.deadline import Deadline
+from raylane.transport.read.deliver import Present, delivery
 from raylane.transport.read.reader import fit
-from raylane.transport.read.receiving import delivery
-from raylane.transport.read.redeem import Present
 from raylane.transport.value import codec
 from raylane.transport.value.leaf_memory import tied
 

@@ -12,7 +12,8 @@ import torch
 from raylane.core.deadline import Deadline
 from raylane.core.memory.buffer_pool import BufferPool
 from raylane.core.memory.layout import bytes_at
-from raylane.transport.read.receiving import check_target, receive
+from raylane.transport.read.deliver import check_target
+from raylane.transport.read.receiving import receive
 from raylane.transport.read.targets import Targets, match, paths, structure
 from raylane.transport.value import codec
 from raylane.transport.value.layout import LeafSpec

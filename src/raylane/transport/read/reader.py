@@ -24,9 +24,9 @@ from raylane.errors import ProtocolError, TransferTimeoutError, TransportError
 from raylane.transport.hold.blocks import copy_to_pool
 from raylane.transport.hold.device_memory import as_here
 from raylane.transport.link.endpoint import endpoint
+from raylane.transport.read.deliver import PLAIN, Delivery, Present, check_target
 from raylane.transport.read.invocation import unpickles_for_wrapper
-from raylane.transport.read.receiving import Delivery, check_target
-from raylane.transport.read.redeem import PLAIN, Present, redeem
+from raylane.transport.read.redeem import redeem
 from raylane.transport.read.targets import Destination, Targets, check_apart, match, structure
 from raylane.transport.value import codec
 from raylane.transport.value.ticket import Ticket, decode_ticket

@@ -1,11 +1,11 @@
-"""Redemption of a ticket: choice of a transport, the fetch, and all checks that the content is what was published.
+"""Redemption of a ticket: choose a transport, fetch, check that the content is what was published, deliver.
 
-`reader` calls it when Ray unpickles a ticket, `api` for `raylane.get`, and `opened` for reads of parts.
+`Read` has these steps in this order. `reader` redeems when Ray unpickles a ticket, `api` for `raylane.get`; `opened`
+reads parts.
 """
 
 from __future__ import annotations
 
-import bisect
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -20,7 +20,6 @@ from raylane.core.collector import paused
 from raylane.core.deadline import Deadline
 from raylane.core.memory.layout import bytes_at
 from raylane.core.place import Place
-from raylane.core.spans import merge
 from raylane.errors import TensorMutatedError, TransportError, TransportUnavailableError
 from raylane.transport.backends.base import AUTO, Backend, FetchResult, ProcessPart, UnavailableNowError, has_cuda
 from raylane.transport.backends.registry import backends, find
@@ -28,93 +27,21 @@ from raylane.transport.hold.blocks import allocate, copy_parts, host_view
 from raylane.transport.hold.store import Entry
 from raylane.transport.link.endpoint import Endpoint, endpoint
 from raylane.transport.read.choose import choose
-from raylane.transport.read.receiving import Delivery, check_target, convert, copied, copy_into, receive
-from raylane.transport.read.targets import Destination, Targets, match, structure, with_part
+from raylane.transport.read.deliver import PLAIN, Delivery, Present, convert, with_targets
+from raylane.transport.read.receiving import receive
 from raylane.transport.value import codec
 from raylane.transport.value.layout import ARRAY, LeafSpec, itemsize_of
-from raylane.transport.value.leaf_memory import leaf_address, leaf_span, strides_bytes
 from raylane.transport.value.parts import Part, size_of
 from raylane.transport.value.source import Source
 from raylane.transport.value.ticket import Ticket, checksum, freed_error, moved_error
 
-PLAIN = Delivery()
 _MOST_CHOICES = 4096
 """Limit of the choices that are kept: actors that are restarted again and again have new places."""
 
 
 @dataclass(frozen=True)
-class Present:
-    """A value whose tensors are in this process."""
-
-    skeleton: bytes
-    leaves: list[Any]
-    own_objects: bool = False
-    """True if the leaves are the producer's own objects."""
-
-    def deliver(self, wish: Delivery, deadline: Deadline) -> Any:
-        """Return the value as its reader wants it; targets are written within `deadline.writing()`."""
-        if wish.plain:
-            return codec.decode_value(self.skeleton, self.leaves, own_objects=self.own_objects)
-        if wish.targets is None:
-            return codec.decode_value(self.skeleton, convert(self.leaves, wish), own_objects=self.own_objects)
-        with deadline.writing():
-            leaves = list(self.leaves)
-            sources = _apart(self.leaves, wish.targets) if self.own_objects else self.leaves
-            for number, target in enumerate(wish.targets.first):
-                if target is not None:
-                    leaves[number] = copy_into(target, sources[number])
-            return _with_targets(self.skeleton, leaves, wish.targets, own_objects=self.own_objects)
-
-    def destinations(self, targets: Targets) -> list[Destination]:
-        """Return the targets of this value with the places of their leaves. ValueError if one does not fit its leaf."""
-        destinations = []
-        for number, target in targets.all():
-            leaf = self.leaves[number]
-            check_target(codec.spec_of(leaf, leaf, -1, 0), target)
-            destinations.append(Destination(target, (0, 0), leaf_address(leaf), strides_bytes(leaf)))
-        return destinations
-
-    def match(self, into: Any) -> Targets:
-        """Return the targets of this value by the numbers of `leaves`, which need not all be tensors."""
-        numbers = [i for i, leaf in enumerate(self.leaves) if codec.is_leaf(leaf)]
-        matched = match(self.shown(), len(numbers), into)
-        first = [None] * len(self.leaves)
-        for number, target in zip(numbers, matched.first, strict=True):
-            first[number] = target
-        return Targets(first, [placed._replace(number=numbers[placed.number]) for placed in matched.further])
-
-    def shown(self) -> Any:
-        """Return the structure of the value, with a Slot for each tensor."""
-        return structure(self.skeleton, self.leaves)
-
-
-def _apart(leaves: list[Any], targets: Targets) -> list[Any]:
-    """Return the producer's own leaves, copied where writing the targets would change them before they are read."""
-    written, _ = merge([leaf_span(target) for _, target in targets.all() if codec.is_leaf(target)])
-    starts = [span.start for span in written]
-
-    def is_written(leaf: Any) -> bool:
-        span = leaf_span(leaf)
-        last = bisect.bisect_left(starts, span.stop) - 1  # the last one that begins before the end of the leaf
-        return last >= 0 and written[last].stop > span.start
-
-    return [copied(leaf) if codec.is_leaf(leaf) and is_written(leaf) else leaf for leaf in leaves]
-
-
-def _with_targets(skeleton: bytes, leaves: list[Any], targets: Targets, *, own_objects: bool = False) -> Any:
-    """Return the value with its targets in it."""
-    for placed in targets.further:
-        if leaves[placed.number] is not placed.target:
-            copy_into(placed.target, leaves[placed.number])
-    value = codec.decode_value(skeleton, leaves, own_objects=own_objects)
-    for placed in targets.further:
-        value = with_part(value, placed.path, placed.target)
-    return value
-
-
-@dataclass(frozen=True)
-class _Fetching:
-    """One read of a value of another process, or of parts of it."""
+class Read:
+    """One read of a published value, or of parts of it, by this process."""
 
     process: Endpoint
     ticket: Ticket
@@ -123,6 +50,67 @@ class _Fetching:
     deadline: Deadline
     last_resort: bool
     """True to raise the first TransportUnavailableError instead of trying the next transport."""
+
+    # Choose
+
+    @classmethod
+    def of(
+        cls,
+        ticket: Ticket,
+        transport: str | None,
+        deadline: Deadline,
+        *,
+        may_call_ray: bool,
+        on_device: bool = False,
+    ) -> Read:
+        """Choose the transports. TransportUnavailableError if there is none."""
+        process = endpoint()
+        source = ticket.origin()
+        name = ticket.transport if transport is None else transport
+        if transport is None and ticket.groups and not process.groups().keys() & set(ticket.groups):
+            process.counts["outside_group"] += 1
+            name = AUTO
+        elif transport is None and (backend := find(name)) and backend.capability.needs_device and not has_cuda():
+            # The producer chose it for readers with a GPU; a driver without one wants the value all the same.
+            process.counts["without_device"] += 1
+            name = AUTO
+        names = _choice(process, source, name, may_call_ray=may_call_ray, on_device=on_device)
+        return cls(process, ticket, names, deadline, last_resort=name != AUTO)
+
+    # Take what this process holds
+
+    def own(self, skeleton: bytes = b"", *, copy: bool = False) -> Present | None:
+        """Return the value if this process holds it: the producer's own objects, or a copy. None if it must be fetched.
+
+        A copy on request (`copy`), and in a plain task.
+        """
+        process, ticket = self.process, self.ticket
+        if not backends()[self.names[0]].capability.own_objects:
+            return None
+        entry = process.store.get(ticket.key)
+        if entry is None or entry.nonce != ticket.nonce:
+            raise freed_error(ticket)
+        if entry.segment >= 0:  # a snapshot is fetched like any other value: nobody may write to its sealed memory
+            return None
+        process.counts[self.names[0]] += 1
+        if copy or _ray.is_task_worker():
+            # Tasks share worker processes arbitrarily, so copy instead of aliasing.
+            blocks = allocate(ticket, process.pool)
+            if not entry.copy_to(blocks):
+                raise moved_error(ticket)
+            _check_content(ticket, blocks)
+            return Present(skeleton, codec.build_leaves(ticket.specs, blocks))
+        # The creator gets its own leaves even where other readers get a copy, so those must be intact as well.
+        if not entry.is_intact(include_copied=True):
+            raise moved_error(ticket)
+        if ticket.checksum is not None:
+            _check_own_content(ticket, entry)
+        _, by_remote = process.store.mark_read(entry, creator=True)
+        if by_remote:
+            _warn_shared(ticket)
+        return Present(skeleton, entry.leaves, own_objects=True)
+
+    # Fetch, and check
 
     def blocks(self) -> list[Any]:
         """Return all blocks of the value, in pooled memory, after a check of their content."""
@@ -171,11 +159,37 @@ class _Fetching:
             return result
         raise AssertionError(f"no transport to try for {self.ticket.origin()}")
 
+    def leaves(self, specs: Sequence[LeafSpec]) -> list[Any]:
+        """Return the leaves of the value, with these layouts, in new memory."""
+        blocks = self.blocks()
+        with paused(len(specs)):  # not during the transfer, which may take long
+            return _build_leaves(self.ticket, specs, blocks)
+
     def _warn(self, result: FetchResult) -> None:
         if result.mutated and self.ticket.on_mutation == "warn":
             warnings.warn(_mutated_text(self.ticket), UserWarning, stacklevel=2)
         if result.creator_read:
             _warn_shared(self.ticket)
+
+    # Deliver
+
+    def deliver(self, skeleton: bytes, wish: Delivery) -> Any:
+        """Fetch the value, and return it as `wish` describes."""
+        ticket, specs = self.ticket, self.ticket.specs
+        if wish.targets is not None:
+            if ticket.devices and backends()[self.names[0]].capability.on_device:
+                # From the device to the targets, instead of through host memory.
+                return Present(skeleton, _build_leaves(ticket, specs, self.blocks())).deliver(wish, self.deadline)
+            leaves = receive(specs, wish.targets.first, self.process.pool, self.parts, self.deadline)
+            with self.deadline.writing():
+                return with_targets(skeleton, leaves, wish.targets)
+        if wish.device is not None:
+            specs = [
+                msgspec.structs.replace(spec, device=str(wish.device)) if spec.kind != ARRAY else spec for spec in specs
+            ]
+        leaves = self.leaves(specs)
+        with paused(len(specs)):
+            return codec.decode_value(skeleton, convert(leaves, wish))
 
 
 def redeem(
@@ -194,25 +208,9 @@ def redeem(
     on_device = _is_for_device(ticket, wish)
     if wish.copy and ticket.regions:  # without them, a ticket names memory that can only be copied
         ticket = msgspec.structs.replace(ticket, regions={})
-    value = _find(ticket, skeleton, transport, deadline, may_call_ray=may_call_ray, on_device=on_device, copy=wish.copy)
-    if isinstance(value, Present):
-        return value.deliver(wish, deadline)
-    specs = ticket.specs
-    if wish.targets is not None:
-        if ticket.devices and backends()[value.names[0]].capability.on_device:
-            # From the device to the targets, instead of through host memory.
-            return Present(skeleton, _build_leaves(ticket, specs, value.blocks())).deliver(wish, deadline)
-        leaves = receive(specs, wish.targets.first, value.process.pool, value.parts, deadline)
-        with deadline.writing():
-            return _with_targets(skeleton, leaves, wish.targets)
-    if wish.device is not None:
-        specs = [
-            msgspec.structs.replace(spec, device=str(wish.device)) if spec.kind != ARRAY else spec for spec in specs
-        ]
-    blocks = value.blocks()
-    with paused(len(specs)):  # not during the transfer, which may take long
-        leaves = _build_leaves(ticket, specs, blocks)
-        return codec.decode_value(skeleton, convert(leaves, wish))
+    read = Read.of(ticket, transport, deadline, may_call_ray=may_call_ray, on_device=on_device)
+    present = read.own(skeleton, copy=wish.copy)
+    return read.deliver(skeleton, wish) if present is None else present.deliver(wish, deadline)
 
 
 def _is_for_device(ticket: Ticket, wish: Delivery) -> bool:
@@ -241,52 +239,16 @@ def redeem_parts(
     if transport is None and nbytes < ticket.nbytes and (backend := find(chosen)) is not None:
         # The producer chose a transport for the value. If that can only move all of it, another one moves the part.
         transport = None if backend.capability.parts else AUTO
-    value = _find(ticket, b"", transport, deadline, may_call_ray=True)
-    if isinstance(value, Present):
-        return select(value.leaves)
-    return receive(views, targets, value.process.pool, value.parts, deadline)
+    read = Read.of(ticket, transport, deadline, may_call_ray=True)
+    if (present := read.own()) is not None:
+        return select(present.leaves)
+    return receive(views, targets, read.process.pool, read.parts, deadline)
 
 
 def redeem_leaves(ticket: Ticket, transport: str, deadline: Deadline) -> list[Any]:
     """Return the leaves of a value of another process, fetched by this transport. Waits and raises as `redeem`."""
-    value = _find(ticket, b"", transport, deadline, may_call_ray=True, on_device=bool(ticket.devices))
-    assert isinstance(value, _Fetching), "the value belongs to this process"
-    blocks = value.blocks()
-    with paused(len(ticket.specs)):
-        return _build_leaves(ticket, ticket.specs, blocks)
-
-
-def _find(
-    ticket: Ticket,
-    skeleton: bytes,
-    transport: str | None,
-    deadline: Deadline,
-    *,
-    may_call_ray: bool,
-    on_device: bool = False,
-    copy: bool = False,
-) -> Present | _Fetching:
-    """Return the value if this process holds it, else the way to fetch it."""
-    process = endpoint()
-    source = ticket.origin()
-    name = ticket.transport if transport is None else transport
-    if transport is None and ticket.groups and not process.groups().keys() & set(ticket.groups):
-        process.counts["outside_group"] += 1
-        name = AUTO
-    elif transport is None and (backend := find(name)) and backend.capability.needs_device and not has_cuda():
-        # The producer chose it for readers with a GPU; a driver without one wants the value all the same.
-        process.counts["without_device"] += 1
-        name = AUTO
-    names = _choice(process, source, name, may_call_ray=may_call_ray, on_device=on_device)
-    if backends()[names[0]].capability.own_objects:
-        entry = process.store.get(ticket.key)
-        if entry is None or entry.nonce != ticket.nonce:
-            raise freed_error(ticket)
-        # A snapshot is fetched like any other value below: nobody may write to its sealed memory.
-        if entry.segment < 0:
-            process.counts[names[0]] += 1
-            return _own(process, entry, ticket, skeleton, copy=copy)
-    return _Fetching(process, ticket, names, deadline, last_resort=name != AUTO)
+    read = Read.of(ticket, transport, deadline, may_call_ray=True, on_device=bool(ticket.devices))
+    return read.leaves(ticket.specs)
 
 
 class _Choices(dict[tuple[str, Place, bool, bool, int], tuple[str, ...]], ProcessPart):
@@ -316,26 +278,6 @@ def _choice(
             choices.clear()
         names = choices[key] = choice.names
     return names
-
-
-def _own(process: Endpoint, entry: Entry, ticket: Ticket, skeleton: bytes, *, copy: bool) -> Present:
-    """Return a value that this process holds: the producer's own objects, or a copy on request and for a plain task."""
-    if copy or _ray.is_task_worker():
-        # Tasks share worker processes arbitrarily, so copy instead of aliasing.
-        blocks = allocate(ticket, process.pool)
-        if not entry.copy_to(blocks):
-            raise moved_error(ticket)
-        _check_content(ticket, blocks)
-        return Present(skeleton, codec.build_leaves(ticket.specs, blocks))
-    # The creator gets its own leaves even where other readers get a copy, so those must be intact as well.
-    if not entry.is_intact(include_copied=True):
-        raise moved_error(ticket)
-    if ticket.checksum is not None:
-        _check_own_content(ticket, entry)
-    _, by_remote = process.store.mark_read(entry, creator=True)
-    if by_remote:
-        _warn_shared(ticket)
-    return Present(skeleton, entry.leaves, own_objects=True)
 
 
 def _check_content(ticket: Ticket, blocks: Sequence[Any]) -> None:
