@@ -15,9 +15,9 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from raylane.weights.layout import Division, Layout, TensorLayout, divide, store
-from raylane.weights.plan import make_plans
-from raylane.weights.spread import Spread
+from raylane.weights.chunks.spread import Spread
+from raylane.weights.layout.boxes import Division, Layout, TensorLayout, divide, store
+from raylane.weights.layout.plan import make_plans
 
 RANKS, READERS, PER_HOST = 256, 128, 8
 LINK_BYTES_S = 400e9 / 8

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import torch
 
-from raylane.weights.layout import StoredLayout, store
-from raylane.weights.recording import Record
-from raylane.weights.tensors import StridedRegion, layout_of
+from raylane.weights.layout.boxes import StoredLayout, store
+from raylane.weights.layout.recording import Record
+from raylane.weights.memory.tensors import StridedRegion, layout_of
 
 
 def stored_whole(tensors: Mapping[str, torch.Tensor], same: Mapping[str, str] | None = None) -> StoredLayout:

@@ -10,9 +10,18 @@ import pytest
 import torch
 
 from raylane.errors import WeightsLayoutError
-from raylane.weights.layout import Box, Division, HeldBox, Layout, StoredLayout, TensorLayout, divide, store
-from raylane.weights.plan import Plan, make_plans
-from raylane.weights.spread import chunk_bytes
+from raylane.weights.layout.boxes import (
+    Box,
+    Division,
+    HeldBox,
+    Layout,
+    StoredLayout,
+    TensorLayout,
+    chunk_bytes,
+    divide,
+    store,
+)
+from raylane.weights.layout.plan import Plan, make_plans
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "int64": 8}
 Placements = tuple[Division | None, ...]

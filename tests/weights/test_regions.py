@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from raylane.weights.layout import Box
-from raylane.weights.regions import (
+from raylane.weights.layout.boxes import Box
+from raylane.weights.layout.regions import (
     TargetRegion,
     View,
     ViewPiece,

@@ -24,9 +24,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from raylane.errors import WeightsLayoutError
 from raylane.transport.value.leaf_memory import lacking_memory
-from raylane.weights.devices import PreparedCopy
-from raylane.weights.layout import Layout, store
-from raylane.weights.tensors import NamedTensors, OwnRegion, Part, layout_of, local, region
+from raylane.weights.layout.boxes import Layout, store
+from raylane.weights.memory.devices import PreparedCopy
+from raylane.weights.memory.tensors import NamedTensors, OwnRegion, Part, layout_of, local, region
 
 SERVER = Server(["torch.distributed.fsdp", "torch.distributed.tensor.parallel", "raylane.weights"])
 SIZES = ((8, 12, 8), (5, 14, 7))

@@ -16,15 +16,14 @@ from raylane.core.deadline import Deadline
 from raylane.core.place import here
 from raylane.errors import WeightsError, WeightsLostError, WeightsTimeoutError
 from raylane.transport.link.endpoint import endpoint
-from raylane.weights.answers import GenerationKey, WriteOrder
-from raylane.weights.arguments import MOST_KEEP, check_name, whole_number
-from raylane.weights.client import CatalogueClient, locked
-from raylane.weights.delta import DeltaOptions
-from raylane.weights.devices import Moment, PreparedCopy, lock_pages
-from raylane.weights.layout import StoredLayout
-from raylane.weights.slots import OpenSlot, SlotPlace
-from raylane.weights.starts import PublisherKey, RankKey, RankRegistration, StartKey
-from raylane.weights.tensors import NamedTensors, Places, boxes_to_write, layout_of, written_regions
+from raylane.weights.chunks.delta import DeltaOptions
+from raylane.weights.layout.boxes import StoredLayout
+from raylane.weights.memory.devices import Moment, PreparedCopy, lock_pages
+from raylane.weights.memory.slots import OpenSlot, SlotPlace
+from raylane.weights.memory.tensors import NamedTensors, Places, boxes_to_write, layout_of, written_regions
+from raylane.weights.service.answers import GenerationKey, WriteOrder
+from raylane.weights.service.client import MOST_KEEP, CatalogueClient, check_name, locked, whole_number
+from raylane.weights.state.starts import PublisherKey, RankKey, RankRegistration, StartKey
 
 
 class _WriteSlot(NamedTuple):

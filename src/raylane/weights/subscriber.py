@@ -18,17 +18,13 @@ from torch.nn import Module
 from raylane.core.deadline import Cancelled, Deadline
 from raylane.errors import WeightsError, WeightsInvalidError, WeightsLostError, WeightsTimeoutError
 from raylane.transport.link.endpoint import endpoint
-from raylane.weights.answers import GenerationKey, VersionOffer
-from raylane.weights.arguments import check_name, whole_number
-from raylane.weights.client import CatalogueClient, cancellable, locked
-from raylane.weights.devices import PreparedCopy
-from raylane.weights.mapping import Mapping, layout_of_record
-from raylane.weights.plan import Plan, make_plans
-from raylane.weights.readers import NO_VERSION, VersionKey, key_of_reader
-from raylane.weights.recording import Record
-from raylane.weights.slots import POLL_S, OpenSlot, StaleSlot
-from raylane.weights.sources import Sources
-from raylane.weights.tensors import (
+from raylane.weights.layout.mapping import Mapping, layout_of_record
+from raylane.weights.layout.plan import Plan, make_plans
+from raylane.weights.layout.recording import Record
+from raylane.weights.memory.devices import PreparedCopy
+from raylane.weights.memory.slots import POLL_S, OpenSlot, StaleSlot
+from raylane.weights.memory.sources import Sources
+from raylane.weights.memory.tensors import (
     NamedTensors,
     Places,
     Regions,
@@ -40,6 +36,9 @@ from raylane.weights.tensors import (
     refuse_training,
     target_regions,
 )
+from raylane.weights.service.answers import GenerationKey, VersionOffer
+from raylane.weights.service.client import CatalogueClient, cancellable, check_name, locked, whole_number
+from raylane.weights.state.readers import NO_VERSION, VersionKey, key_of_reader
 
 APPLY = ("copy", "swap", "map")
 MOST_COPIES = 8

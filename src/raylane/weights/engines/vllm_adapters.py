@@ -17,8 +17,8 @@ from vllm.lora.request import LoRARequest
 from raylane.core.listing import listed
 from raylane.errors import WeightsError, WeightsLayoutError
 from raylane.weights.engines.vllm_worker import WorkerReader, worker_subscriber
-from raylane.weights.mapping import Mapping
-from raylane.weights.tensors import PublishedTensors
+from raylane.weights.layout.mapping import Mapping
+from raylane.weights.memory.tensors import PublishedTensors
 
 SCHEME = "raylane://"
 """Beginning of the path in a request for a version."""

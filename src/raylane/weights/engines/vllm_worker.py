@@ -20,9 +20,9 @@ from torch.nn import Module, Parameter
 
 from raylane import errors
 from raylane.errors import WeightsError, WeightsLayoutError
-from raylane.weights.mapping import Mapping
+from raylane.weights.layout.mapping import Mapping
+from raylane.weights.memory.tensors import NamedTensors, new_memory_like
 from raylane.weights.subscriber import Subscriber
-from raylane.weights.tensors import NamedTensors, new_memory_like
 
 NOT_EXCHANGED = ("_parameters", "_buffers", "_modules")
 """Attributes of a module that are exchanged entry by entry, or not at all."""

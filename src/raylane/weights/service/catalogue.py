@@ -21,15 +21,15 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raylane import _ray
 from raylane.core.deadline import Deadline
 from raylane.errors import WeightsError, WeightsLostError, WeightsTimeoutError
-from raylane.weights.answers import GenerationKey, VersionInfo, VersionOffer, WriteOrder
-from raylane.weights.copies import PAUSE_S, Copies, answered
-from raylane.weights.keeper import Incarnation, Keeper, PartKind, Turn, when_job_ends
-from raylane.weights.lag_metrics import report_lags
-from raylane.weights.leases import ANSWER_S, CatalogueEnded, Leases, host_lives
-from raylane.weights.ledger import Generation, Ledger, Version, VersionState
-from raylane.weights.readers import LeaseEvent, NamedReaders, ReaderInfo, ReaderKey, VersionKey
-from raylane.weights.slots import SlotPlace
-from raylane.weights.starts import PublisherKey, RankKey, RankRegistration, StartKey, StartState
+from raylane.weights.memory.slots import SlotPlace
+from raylane.weights.service.answers import GenerationKey, VersionInfo, VersionOffer, WriteOrder
+from raylane.weights.service.copies import PAUSE_S, Copies, answered
+from raylane.weights.service.keeper import Incarnation, Keeper, PartKind, Turn, when_job_ends
+from raylane.weights.service.lag_metrics import report_lags
+from raylane.weights.service.leases import ANSWER_S, CatalogueEnded, Leases, host_lives
+from raylane.weights.state.ledger import Generation, Ledger, Version, VersionState
+from raylane.weights.state.readers import LeaseEvent, NamedReaders, ReaderInfo, ReaderKey, VersionKey
+from raylane.weights.state.starts import PublisherKey, RankKey, RankRegistration, StartKey, StartState
 
 NAMESPACE = "raylane-weights"
 KEEPER_NAME = "keeper of "

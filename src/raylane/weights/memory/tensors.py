@@ -14,9 +14,9 @@ from torch.nn import Module, Parameter
 from raylane.core.listing import listed
 from raylane.errors import WeightsError, WeightsLayoutError
 from raylane.transport.value.leaf_memory import lacking_memory, opaque, overlaps_itself
-from raylane.weights.layout import Box, Division, HeldBox, StoredBox, StoredLayout, TensorLayout, divide
-from raylane.weights.plan import Plan
-from raylane.weights.recording import Record
+from raylane.weights.layout.boxes import Box, Division, HeldBox, StoredBox, StoredLayout, TensorLayout, divide
+from raylane.weights.layout.plan import Plan
+from raylane.weights.layout.recording import Record
 
 
 class Part(NamedTuple):

@@ -16,8 +16,8 @@ import torch
 
 from raylane.core.listing import listed
 from raylane.errors import WeightsLayoutError
-from raylane.weights.layout import Box, HeldBox, StoredLayout, TensorLayout
-from raylane.weights.recording import LoadRecorder, Record, TensorStream, record
+from raylane.weights.layout.boxes import Box, HeldBox, StoredLayout, TensorLayout
+from raylane.weights.layout.recording import LoadRecorder, Record, TensorStream, record
 
 Tensors = dict[str, torch.Tensor]
 

@@ -16,12 +16,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from raylane.weights.delta import DeltaOptions, MalformedPatch, Run, apply, diff, runs_between
-from raylane.weights.slots import OpenSlot
-from raylane.weights.spread import chunk_bytes
+from raylane.weights.chunks.delta import DeltaOptions, MalformedPatch, Run, apply, diff, runs_between
+from raylane.weights.layout.boxes import chunk_bytes
+from raylane.weights.memory.slots import OpenSlot
 
 if TYPE_CHECKING:
-    from raylane.weights.delta import Array
+    from raylane.weights.chunks.delta import Array
 
 MOST_WAIT_S = 30.0
 """Seconds for which a patch that is being made is waited for at most."""

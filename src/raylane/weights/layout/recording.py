@@ -15,6 +15,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -23,9 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from raylane.core.listing import listed
 from raylane.errors import WeightsLayoutError
-from raylane.weights.layout import StoredLayout, have_overlap
-from raylane.weights.plan import SCALED
-from raylane.weights.regions import (
+from raylane.weights.layout.boxes import StoredLayout, have_overlap
+from raylane.weights.layout.plan import SCALED
+from raylane.weights.layout.regions import (
     TargetRegion,
     View,
     ViewPiece,
@@ -77,7 +78,7 @@ EXACT = {
     (torch.float32, torch.float64),
 }
 """Conversions that lose nothing."""
-OWN_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+OWN_FOLDER = str(Path(__file__).resolve().parents[2])
 TORCH_FOLDER = os.path.dirname(os.path.abspath(torch.__file__))
 TensorStream = Iterable[tuple[str, torch.Tensor]]
 

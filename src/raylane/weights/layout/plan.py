@@ -18,8 +18,7 @@ import numpy as np
 
 from raylane.core.listing import listed
 from raylane.errors import WeightsLayoutError
-from raylane.weights.layout import HeldBox, Layout, StoredLayout
-from raylane.weights.spread import chunk_bytes
+from raylane.weights.layout.boxes import HeldBox, Layout, StoredLayout, chunk_bytes
 
 FLOATS = ("float", "bfloat")
 """Beginnings of the names of dtypes that are converted to each other."""

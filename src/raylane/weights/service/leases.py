@@ -18,7 +18,7 @@ from typing import Any
 import ray
 
 from raylane.core.watcher import Watch, watcher
-from raylane.weights.readers import LeaseEvent, ReaderKey
+from raylane.weights.state.readers import LeaseEvent, ReaderKey
 
 RENEW_S = 5.0
 """Seconds for which a keeper waits for the end of a process before it answers."""

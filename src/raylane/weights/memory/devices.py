@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from raylane.core.copying import copy_many
-from raylane.weights.tensors import OwnRegion, Regions, StridedRegion, views_of
+from raylane.weights.memory.tensors import OwnRegion, Regions, StridedRegion, views_of
 
 ROW_BYTES = 1 << 20
 """Longest piece that one thread copies at a time."""

@@ -25,10 +25,19 @@ from dataclasses import dataclass, field
 
 from raylane.core.state_table import StateTable, unchanged
 from raylane.errors import WeightsError, WeightsLayoutError, WeightsLostError
-from raylane.weights.delta import DeltaOptions, Run, runs_of
-from raylane.weights.layout import Layout, StoredLayout, store
-from raylane.weights.spread import Spread
-from raylane.weights.starts import Decision, RankKey, RankRegistration, Start, StartEvent, StartKey, StartState, decide
+from raylane.weights.chunks.delta import DeltaOptions, Run, runs_of
+from raylane.weights.chunks.spread import Spread
+from raylane.weights.layout.boxes import Layout, StoredLayout, store
+from raylane.weights.state.starts import (
+    Decision,
+    RankKey,
+    RankRegistration,
+    Start,
+    StartEvent,
+    StartKey,
+    StartState,
+    decide,
+)
 
 
 class VersionState(enum.Enum):

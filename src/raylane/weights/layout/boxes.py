@@ -24,6 +24,10 @@ from raylane.errors import WeightsLayoutError
 
 ALIGNMENT = 64
 """Boxes are stored at multiples of this many bytes: a cache line, and enough for every dtype."""
+MOST_CHUNKS = 64
+"""Number of chunks of a large part: what readers that need little of it fetch for nothing is less than two of them."""
+LEAST_BYTES = 4 << 20
+"""Size of a chunk of a small part: below it a call costs more than its bytes."""
 
 
 class Box(NamedTuple):
@@ -107,6 +111,12 @@ class StoredLayout(msgspec.Struct, frozen=True):
     def tensor(self, name: str) -> StoredTensor:
         """Return the stored tensor of this name, which may be a further one."""
         return self.tensors[self.name_of(name)]
+
+
+def chunk_bytes(part_bytes: int) -> int:
+    """Return the size of the chunks in which a part is copied to other hosts; the last one may be smaller."""
+    size = max(LEAST_BYTES, -(-part_bytes // MOST_CHUNKS))
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 class Division(NamedTuple):

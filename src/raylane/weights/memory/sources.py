@@ -6,10 +6,10 @@ from collections.abc import Collection, Mapping
 
 import torch
 
-from raylane.weights.devices import PreparedCopy
-from raylane.weights.plan import Plan
-from raylane.weights.slots import OpenSlot
-from raylane.weights.tensors import stored_pieces
+from raylane.weights.layout.plan import Plan
+from raylane.weights.memory.devices import PreparedCopy
+from raylane.weights.memory.slots import OpenSlot
+from raylane.weights.memory.tensors import stored_pieces
 
 MOST_SLOTS = 8
 """Number of slots of one part that stay mapped: `keep` of a name, and those of its next generation."""

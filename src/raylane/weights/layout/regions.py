@@ -16,7 +16,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from raylane.weights.layout import Box
+from raylane.weights.layout.boxes import Box
 
 
 class View(NamedTuple):
