@@ -7,10 +7,9 @@ import random
 import pytest
 import torch
 
-from raylane.weights.layout.boxes import Box
+from raylane.weights.layout.boxes import Box, View
 from raylane.weights.layout.regions import (
     TargetRegion,
-    View,
     ViewPiece,
     boxes_in_target,
     contiguous_strides,

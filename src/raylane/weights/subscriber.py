@@ -18,6 +18,7 @@ from torch.nn import Module
 from raylane.core.deadline import Cancelled, Deadline
 from raylane.errors import WeightsError, WeightsInvalidError, WeightsLostError, WeightsTimeoutError
 from raylane.transport.link.endpoint import endpoint
+from raylane.weights.layout.boxes import View
 from raylane.weights.layout.mapping import Mapping, layout_of_record
 from raylane.weights.layout.plan import Plan, make_plans
 from raylane.weights.layout.recording import Record
@@ -28,7 +29,6 @@ from raylane.weights.memory.tensors import (
     NamedTensors,
     Places,
     Regions,
-    StridedRegion,
     flat,
     layout_of,
     local,
@@ -470,9 +470,9 @@ class Subscriber:
 
     def _fill_constants(self, tensors: dict[str, torch.Tensor]) -> None:
         """Write what a mapped loader fills with one value, as the padding of a vocabulary."""
-        for name, (size, strides, offset), value in () if self._record is None else self._record.constants:
+        for name, view, value in () if self._record is None else self._record.constants:
             with torch.no_grad():
-                StridedRegion(name, size, strides, offset).of(local(tensors[name])).fill_(value)
+                view.of(local(tensors[name])).fill_(value)
 
     def _prepare(self, paths: dict[str, str], tensors: dict[str, torch.Tensor]) -> PreparedCopy:
         assert self._plan is not None
@@ -487,10 +487,10 @@ class Subscriber:
         if self._record is None:
             stored_of = {each.name: stored for each, stored in zip(self._plan.pieces, pieces, strict=True)}
         else:
-            for each, view in zip(self._regions, flat(pieces), strict=True):
-                if isinstance(each, StridedRegion) and each.strides != view.stride():
-                    raise WeightsError(f"{each.name!r} cannot be mapped: it is stored transposed. Use apply='copy'")
-                stored_of.setdefault(each.name, []).append(view)
+            for (name, place), view in zip(self._regions, flat(pieces), strict=True):
+                if isinstance(place, View) and place.strides != view.stride():
+                    raise WeightsError(f"{name!r} cannot be mapped: it is stored transposed. Use apply='copy'")
+                stored_of.setdefault(name, []).append(view)
         for name, stored in stored_of.items():
             target, view = local(tensors[name]), stored[0]
             if target.is_cuda:

@@ -16,11 +16,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from raylane.errors import WeightsLayoutError
+
+# Only for annotations: the actors import this module, and need no torch.
+if TYPE_CHECKING:
+    import torch
 
 ALIGNMENT = 64
 """Boxes are stored at multiples of this many bytes: a cache line, and enough for every dtype."""
@@ -31,7 +35,7 @@ LEAST_BYTES = 4 << 20
 
 
 class Box(NamedTuple):
-    """Region of a whole tensor, in elements."""
+    """Region of a tensor, in elements."""
 
     start: tuple[int, ...]
     size: tuple[int, ...]
@@ -40,6 +44,26 @@ class Box(NamedTuple):
     def elements(self) -> int:
         """Number of elements."""
         return math.prod(self.size)
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the region of a tensor, without a copy."""
+        for dim, (first, length) in enumerate(zip(self.start, self.size, strict=True)):
+            if length != tensor.shape[dim]:
+                tensor = tensor.narrow(dim, first, length)
+        return tensor
+
+
+class View(NamedTuple):
+    """Region of the memory of a tensor, in elements."""
+
+    size: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    """First element, counted from that of the tensor."""
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the region in the memory of a tensor, without a copy."""
+        return tensor.as_strided(self.size, self.strides, int(tensor.storage_offset()) + self.offset)
 
 
 class HeldBox(NamedTuple):

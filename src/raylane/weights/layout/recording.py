@@ -24,11 +24,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from raylane.core.listing import listed
 from raylane.errors import WeightsLayoutError
-from raylane.weights.layout.boxes import StoredLayout, have_overlap
+from raylane.weights.layout.boxes import StoredLayout, View, have_overlap
 from raylane.weights.layout.plan import SCALED
 from raylane.weights.layout.regions import (
     TargetRegion,
-    View,
     ViewPiece,
     boxes_in_target,
     contiguous_strides,

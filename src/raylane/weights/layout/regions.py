@@ -16,15 +16,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from raylane.weights.layout.boxes import Box
-
-
-class View(NamedTuple):
-    """View of a contiguous tensor, in elements."""
-
-    size: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
+from raylane.weights.layout.boxes import Box, View
 
 
 class BoxRun(NamedTuple):

@@ -14,7 +14,7 @@ from torch.nn import Module, Parameter
 from raylane.core.listing import listed
 from raylane.errors import WeightsError, WeightsLayoutError
 from raylane.transport.value.leaf_memory import lacking_memory, opaque, overlaps_itself
-from raylane.weights.layout.boxes import Box, Division, HeldBox, StoredBox, StoredLayout, TensorLayout, divide
+from raylane.weights.layout.boxes import Box, Division, HeldBox, StoredBox, StoredLayout, TensorLayout, View, divide
 from raylane.weights.layout.plan import Plan
 from raylane.weights.layout.recording import Record
 
@@ -395,14 +395,6 @@ def local(tensor: Any) -> torch.Tensor:
     return inner.detach()
 
 
-def region(tensor: torch.Tensor, start: Sequence[int], size: Sequence[int]) -> torch.Tensor:
-    """Return a region of a tensor, without a copy."""
-    for dim, (first, length) in enumerate(zip(start, size, strict=True)):
-        if length != tensor.shape[dim]:
-            tensor = tensor.narrow(dim, first, length)
-    return tensor
-
-
 def new_memory_like(
     tensor: torch.Tensor, take: Callable[[int], Any], device: torch.device | None = None
 ) -> torch.Tensor:
@@ -417,63 +409,37 @@ def new_memory_like(
     return torch.empty_like(tensor, device=device)
 
 
-class OwnRegion(NamedTuple):
-    """Region of a tensor that this process has."""
-
-    name: str
-    start: tuple[int, ...]
-    size: tuple[int, ...]
-
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the region, without a copy."""
-        return region(tensor, self.start, self.size)
-
-
-class StridedRegion(NamedTuple):
-    """Region of a tensor that this process has, whose dimensions are those of a published tensor."""
-
-    name: str
-    size: tuple[int, ...]
-    strides: tuple[int, ...]
-    """In elements, as is the next."""
-    offset: int
-
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the region, without a copy."""
-        return tensor.as_strided(self.size, self.strides, int(tensor.storage_offset()) + self.offset)
-
-
-Regions = Sequence[OwnRegion | StridedRegion]
+Regions = Sequence[tuple[str, Box | View]]
+"""Names of tensors of this process, each with a region. Those of a mapping have the dimensions of published tensors."""
 
 
 def views_of(tensors: Mapping[str, torch.Tensor], regions: Regions) -> list[torch.Tensor]:
     """Return regions of tensors, without a copy."""
     views, inner, current = [], None, None
-    for each in regions:
-        if each.name != current:
-            inner, current = local(tensors[each.name]), each.name
+    for name, place in regions:
+        if name != current:
+            inner, current = local(tensors[name]), name
         assert inner is not None
-        views.append(each.of(inner))
+        views.append(place.of(inner))
     return views
 
 
-def written_regions(stored: StoredLayout, rank: int, layout: Mapping[str, TensorLayout]) -> list[OwnRegion]:
+def written_regions(stored: StoredLayout, rank: int, layout: Mapping[str, TensorLayout]) -> Regions:
     """Return the regions of a rank's own tensors that it writes to a version."""
     regions = []
     for name, published in stored.tensors.items():
         places = {held.box: held.at for held in layout[name].held} if name in layout else {}
-        regions += [
-            OwnRegion(name, places[write.box], write.box.size) for write in published.writes if write.rank == rank
-        ]
+        boxes = [write.box for write in published.writes if write.rank == rank]
+        regions += [(name, Box(places[box], box.size)) for box in boxes]
     return regions
 
 
-def target_regions(plan: Plan) -> list[OwnRegion]:
+def target_regions(plan: Plan) -> Regions:
     """Return the regions of a reader's tensors into which the pieces of a plan go."""
-    return [OwnRegion(pieces.name, piece.target, piece.size) for pieces in plan.pieces for piece in pieces.rows()]
+    return [(pieces.name, Box(piece.target, piece.size)) for pieces in plan.pieces for piece in pieces.rows()]
 
 
-def mapped_regions(plan: Plan, recorded: Record) -> list[StridedRegion]:
+def mapped_regions(plan: Plan, recorded: Record) -> Regions:
     """Return the regions of a reader's tensors into which the pieces of a plan go that a mapping has recorded."""
     regions = []
     for pieces in plan.pieces:
@@ -481,7 +447,7 @@ def mapped_regions(plan: Plan, recorded: Record) -> list[StridedRegion]:
         for piece in pieces.rows():
             _, target, offset, strides = of_tensor[piece.held]
             offset += sum(first * stride for first, stride in zip(piece.target, strides, strict=True))
-            regions.append(StridedRegion(target, piece.size, strides, offset))
+            regions.append((target, View(piece.size, strides, offset)))
     return regions
 
 
@@ -493,7 +459,7 @@ def boxes_to_write(stored: StoredLayout, rank: int, memory: torch.Tensor) -> lis
             if write.rank == rank:
                 room = published.boxes[write.stored]
                 start = [first - begin for first, begin in zip(write.box.start, room.box.start, strict=True)]
-                regions.append(region(_view_in(memory, room, published.dtype), start, write.box.size))
+                regions.append(Box(tuple(start), write.box.size).of(_view_in(memory, room, published.dtype)))
     return regions
 
 
@@ -512,7 +478,7 @@ def stored_pieces(plan: Plan, memories: Mapping[str, torch.Tensor]) -> list[list
         for piece in pieces.rows():
             room = published.boxes[piece.box]
             stored = _view_in(memories[plan.stored.hosts[room.part]], room, published.dtype)
-            views_of_tensor.append(region(stored, piece.source, piece.size))
+            views_of_tensor.append(Box(piece.source, piece.size).of(stored))
         views.append(views_of_tensor)
     return views
 
