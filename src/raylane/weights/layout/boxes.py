@@ -96,25 +96,17 @@ class StoredBox(NamedTuple):
     offset: int
     """First byte in the part."""
     box: Box
-
-
-class WrittenBox(NamedTuple):
-    """Box that a rank writes into a stored one."""
-
-    rank: int
-    stored: int
-    """Number of the stored box in its tensor."""
-    box: Box
+    writes: tuple[tuple[int, Box], ...]
+    """Ranks that write it, each with the box of the tensor that it writes. Together they are all of it, once."""
 
 
 class StoredTensor(msgspec.Struct, frozen=True):
-    """One published tensor. Its stored boxes are the whole tensor, without overlap, and so are the written ones."""
+    """One published tensor. Its stored boxes are the whole tensor, without overlap."""
 
     shape: tuple[int, ...]
     dtype: str
     itemsize: int
     boxes: tuple[StoredBox, ...]
-    writes: tuple[WrittenBox, ...]
 
 
 class StoredLayout(msgspec.Struct, frozen=True):
@@ -265,21 +257,22 @@ class _Rooms:
         parts = set(range(len(self.hosts)))
         for ranks in holders.values():
             parts &= {self._part_of[rank] for rank in ranks}
-        stored, writes = [], []
+        stored = []
         if parts and holders:
             # The emptiest one: parts of about equal size are copied to other hosts in about equal time.
             part = min(parts, key=lambda part: self.nbytes[part])
-            stored.append(self._room(part, Box((0,) * len(tensor.shape), tensor.shape), tensor.itemsize))
+            writes = []
             for box, ranks in holders.items():
                 writer = self._writer([rank for rank in ranks if self._part_of[rank] == part], box, tensor.itemsize)
-                writes.append(WrittenBox(writer, 0, box))
+                writes.append((writer, box))
+            whole = Box((0,) * len(tensor.shape), tensor.shape)
+            stored.append(self._room(part, whole, tensor.itemsize, writes))
         else:
             # No host has all of it: each box lies on the host of the rank that writes it.
-            for number, (box, ranks) in enumerate(holders.items()):
+            for box, ranks in holders.items():
                 writer = self._writer(ranks, box, tensor.itemsize)
-                stored.append(self._room(self._part_of[writer], box, tensor.itemsize))
-                writes.append(WrittenBox(writer, number, box))
-        return StoredTensor(tensor.shape, tensor.dtype, tensor.itemsize, tuple(stored), tuple(writes))
+                stored.append(self._room(self._part_of[writer], box, tensor.itemsize, [(writer, box)]))
+        return StoredTensor(tensor.shape, tensor.dtype, tensor.itemsize, tuple(stored))
 
     def _writer(self, ranks: Sequence[int], box: Box, itemsize: int) -> int:
         # In order of ranks where they are equal, so that all ranks find the same writer without asking each other.
@@ -287,11 +280,11 @@ class _Rooms:
         self._written[writer] += box.elements * itemsize
         return writer
 
-    def _room(self, part: int, box: Box, itemsize: int) -> StoredBox:
+    def _room(self, part: int, box: Box, itemsize: int, writes: Iterable[tuple[int, Box]]) -> StoredBox:
         # Aligned for every dtype, and for readers that map tensors.
         offset = self.nbytes[part]
         self.nbytes[part] += -(-box.elements * itemsize // ALIGNMENT) * ALIGNMENT
-        return StoredBox(part, offset, box)
+        return StoredBox(part, offset, box, tuple(writes))
 
 
 def have_overlap(boxes: Sequence[Box]) -> bool:

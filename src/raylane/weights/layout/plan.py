@@ -18,7 +18,7 @@ import numpy as np
 
 from raylane.core.listing import listed
 from raylane.errors import WeightsLayoutError
-from raylane.weights.layout.boxes import HeldBox, Layout, StoredLayout, chunk_bytes
+from raylane.weights.layout.boxes import Box, HeldBox, Layout, StoredLayout, chunk_bytes
 
 FLOATS = ("float", "bfloat")
 """Beginnings of the names of dtypes that are converted to each other."""
@@ -29,37 +29,28 @@ WRAPPER_PARTS = ("_orig_mod", "module", "_checkpoint_wrapped_module", "_fsdp_wra
 """Parts of names that torch's wrappers of modules add."""
 
 
-class BoxPiece(NamedTuple):
-    """A region that one stored box and one tensor of the reader have in common."""
-
-    box: int
-    """Number of the stored box in its tensor."""
-    source: tuple[int, ...]
-    """First element in the stored box."""
-    target: tuple[int, ...]
-    """First element in the reader's tensor."""
-    size: tuple[int, ...]
-    held: int
-    """Number of the box of the reader in which it lies."""
-
-
 class TensorPieces(NamedTuple):
-    """All pieces of one tensor of a reader. Arrays, because a plan may have millions; one row for each piece."""
+    """All pieces of one tensor of a reader: what a stored box and a box of the reader have in common.
+
+    Arrays, because a plan may have millions; one row for each piece.
+    """
 
     name: str
     boxes: np.ndarray[Any, Any]
-    """[pieces]"""
+    """[pieces] Number of the stored box in its tensor."""
     sources: np.ndarray[Any, Any]
-    """[pieces, dimensions], as are the next two."""
+    """[pieces, dimensions] First element in the stored box."""
     targets: np.ndarray[Any, Any]
+    """[pieces, dimensions] First element in the reader's tensor."""
     sizes: np.ndarray[Any, Any]
+    """[pieces, dimensions]"""
     held: np.ndarray[Any, Any]
-    """[pieces]"""
+    """[pieces] Number of the box of the reader."""
 
-    def rows(self) -> Iterator[BoxPiece]:
-        """Yield the pieces one by one."""
+    def rows(self) -> Iterator[tuple[int, Box, Box, int]]:
+        """Yield number of the stored box, box in it, box in the reader's tensor, number of the reader's box."""
         for box, source, target, size, held in zip(*(array.tolist() for array in self[1:]), strict=True):
-            yield BoxPiece(box, tuple(source), tuple(target), tuple(size), held)
+            yield box, Box(tuple(source), tuple(size)), Box(tuple(target), tuple(size)), held
 
 
 class Plan(msgspec.Struct, frozen=True, dict=True):

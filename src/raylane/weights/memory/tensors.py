@@ -429,14 +429,14 @@ def written_regions(stored: StoredLayout, rank: int, layout: Mapping[str, Tensor
     regions = []
     for name, published in stored.tensors.items():
         places = {held.box: held.at for held in layout[name].held} if name in layout else {}
-        boxes = [write.box for write in published.writes if write.rank == rank]
+        boxes = [box for room in published.boxes for writer, box in room.writes if writer == rank]
         regions += [(name, Box(places[box], box.size)) for box in boxes]
     return regions
 
 
 def target_regions(plan: Plan) -> Regions:
     """Return the regions of a reader's tensors into which the pieces of a plan go."""
-    return [(pieces.name, Box(piece.target, piece.size)) for pieces in plan.pieces for piece in pieces.rows()]
+    return [(pieces.name, target) for pieces in plan.pieces for _, _, target, _ in pieces.rows()]
 
 
 def mapped_regions(plan: Plan, recorded: Record) -> Regions:
@@ -444,10 +444,10 @@ def mapped_regions(plan: Plan, recorded: Record) -> Regions:
     regions = []
     for pieces in plan.pieces:
         of_tensor = recorded.regions[pieces.name]
-        for piece in pieces.rows():
-            _, target, offset, strides = of_tensor[piece.held]
-            offset += sum(first * stride for first, stride in zip(piece.target, strides, strict=True))
-            regions.append((target, View(piece.size, strides, offset)))
+        for _, _, box, held in pieces.rows():
+            _, target, offset, strides = of_tensor[held]
+            offset += sum(first * stride for first, stride in zip(box.start, strides, strict=True))
+            regions.append((target, View(box.size, strides, offset)))
     return regions
 
 
@@ -455,11 +455,11 @@ def boxes_to_write(stored: StoredLayout, rank: int, memory: torch.Tensor) -> lis
     """Return the regions of the part of its host into which a rank writes, in the order of `written_regions`."""
     regions = []
     for published in stored.tensors.values():
-        for write in published.writes:
-            if write.rank == rank:
-                room = published.boxes[write.stored]
-                start = [first - begin for first, begin in zip(write.box.start, room.box.start, strict=True)]
-                regions.append(Box(tuple(start), write.box.size).of(_view_in(memory, room, published.dtype)))
+        for room in published.boxes:
+            for writer, box in room.writes:
+                if writer == rank:
+                    start = tuple(first - begin for first, begin in zip(box.start, room.box.start, strict=True))
+                    regions.append(Box(start, box.size).of(_view_in(memory, room, published.dtype)))
     return regions
 
 
@@ -475,10 +475,10 @@ def stored_pieces(plan: Plan, memories: Mapping[str, torch.Tensor]) -> list[list
     for pieces in plan.pieces:
         published = plan.stored.tensor(pieces.name)
         views_of_tensor = []
-        for piece in pieces.rows():
-            room = published.boxes[piece.box]
+        for number, source, _, _ in pieces.rows():
+            room = published.boxes[number]
             stored = _view_in(memories[plan.stored.hosts[room.part]], room, published.dtype)
-            views_of_tensor.append(Box(piece.source, piece.size).of(stored))
+            views_of_tensor.append(source.of(stored))
         views.append(views_of_tensor)
     return views
 

@@ -120,10 +120,10 @@ class Generation:
         if host not in self._digests:
             digest, ranks = hashlib.sha256(), self.ranks_of(host)
             for tensor in self.stored.tensors.values():
-                for write in tensor.writes:
-                    if write.rank in ranks:
-                        room = tensor.boxes[write.stored]
-                        digest.update(repr((ranks.index(write.rank), room.offset, room.box, write.box)).encode())
+                for room in tensor.boxes:
+                    for rank, box in room.writes:
+                        if rank in ranks:
+                            digest.update(repr((ranks.index(rank), room.offset, room.box, box)).encode())
             self._digests[host] = digest.hexdigest()
         return self._digests[host]
 
