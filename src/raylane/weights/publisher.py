@@ -20,7 +20,7 @@ from raylane.weights.chunks.delta import DeltaOptions
 from raylane.weights.layout.boxes import StoredLayout
 from raylane.weights.memory.devices import Moment, PreparedCopy, lock_pages
 from raylane.weights.memory.slots import OpenSlot, SlotPlace
-from raylane.weights.memory.tensors import NamedTensors, Places, boxes_to_write, layout_of, written_regions
+from raylane.weights.memory.tensors import NamedTensors, Places, layout_of, writes_of
 from raylane.weights.service.answers import GenerationKey, WriteOrder
 from raylane.weights.service.client import MOST_KEEP, CatalogueClient, check_name, locked, whole_number
 from raylane.weights.state.starts import PublisherKey, RankKey, RankRegistration, StartKey
@@ -277,8 +277,7 @@ class Publisher:
             tensors = self._tensors.distinct()
             if any(tensor.is_cuda for tensor in tensors.values()):
                 lock_pages(slot.memory(), slot)
-            regions = written_regions(self._stored, self.rank, self._layout)
-            rooms = boxes_to_write(self._stored, self.rank, slot.memory())
-            copy = PreparedCopy(regions, tensors, rooms, to_slot=True)
-            self._slots[place.path] = _WriteSlot(slot, copy, sum(room.nbytes for room in rooms))
+            regions, places = writes_of(self._stored, self.rank, self._layout, slot.memory())
+            copy = PreparedCopy(regions, tensors, places, to_slot=True)
+            self._slots[place.path] = _WriteSlot(slot, copy, sum(each.nbytes for each in places))
         return self._slots[place.path]

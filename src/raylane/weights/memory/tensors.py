@@ -424,16 +424,6 @@ def views_of(tensors: Mapping[str, torch.Tensor], regions: Regions) -> list[torc
     return views
 
 
-def written_regions(stored: StoredLayout, rank: int, layout: Mapping[str, TensorLayout]) -> Regions:
-    """Return the regions of a rank's own tensors that it writes to a version."""
-    regions = []
-    for name, published in stored.tensors.items():
-        places = {held.box: held.at for held in layout[name].held} if name in layout else {}
-        boxes = [box for room in published.boxes for writer, box in room.writes if writer == rank]
-        regions += [(name, Box(places[box], box.size)) for box in boxes]
-    return regions
-
-
 def target_regions(plan: Plan) -> Regions:
     """Return the regions of a reader's tensors into which the pieces of a plan go."""
     return [(pieces.name, target) for pieces in plan.pieces for _, _, target, _ in pieces.rows()]
@@ -451,16 +441,20 @@ def mapped_regions(plan: Plan, recorded: Record) -> Regions:
     return regions
 
 
-def boxes_to_write(stored: StoredLayout, rank: int, memory: torch.Tensor) -> list[torch.Tensor]:
-    """Return the regions of the part of its host into which a rank writes, in the order of `written_regions`."""
-    regions = []
-    for published in stored.tensors.values():
+def writes_of(
+    stored: StoredLayout, rank: int, layout: Mapping[str, TensorLayout], memory: torch.Tensor
+) -> tuple[Regions, list[torch.Tensor]]:
+    """Return the regions of a rank's own tensors that it writes to a version, and their places in its host's part."""
+    regions, places = [], []
+    for name, published in stored.tensors.items():
+        begins = {held.box: held.at for held in layout[name].held} if name in layout else {}
         for room in published.boxes:
             for writer, box in room.writes:
                 if writer == rank:
+                    regions.append((name, Box(begins[box], box.size)))
                     start = tuple(first - begin for first, begin in zip(box.start, room.box.start, strict=True))
-                    regions.append(Box(start, box.size).of(_view_in(memory, room, published.dtype)))
-    return regions
+                    places.append(Box(start, box.size).of(_view_in(memory, room, published.dtype)))
+    return regions, places
 
 
 def _view_in(memory: torch.Tensor, room: StoredBox, dtype_name: str) -> torch.Tensor:
