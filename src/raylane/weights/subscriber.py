@@ -29,9 +29,8 @@ from raylane.weights.memory.tensors import (
     NamedTensors,
     Places,
     Regions,
-    flat,
+    inner_of,
     layout_of,
-    local,
     mapped_regions,
     refuse_training,
     target_regions,
@@ -472,27 +471,22 @@ class Subscriber:
         """Write what a mapped loader fills with one value, as the padding of a vocabulary."""
         for name, view, value in () if self._record is None else self._record.constants:
             with torch.no_grad():
-                view.of(local(tensors[name])).fill_(value)
+                view.of(inner_of(tensors[name])).fill_(value)
 
     def _prepare(self, paths: dict[str, str], tensors: dict[str, torch.Tensor]) -> PreparedCopy:
         assert self._plan is not None
-        pieces = flat(self._sources.pieces(self._plan, paths))
-        return PreparedCopy(self._regions, tensors, pieces, to_slot=False)
+        return PreparedCopy(self._regions, tensors, self._sources.pieces(self._plan, paths), to_slot=False)
 
-    def _map(self, pieces: list[list[torch.Tensor]]) -> None:
+    def _map(self, pieces: list[torch.Tensor]) -> None:
         """Let the tensors lie in the memory of a version."""
-        assert self._plan is not None
         tensors = self._tensors.distinct()
         stored_of: dict[str, list[torch.Tensor]] = {}
-        if self._record is None:
-            stored_of = {each.name: stored for each, stored in zip(self._plan.pieces, pieces, strict=True)}
-        else:
-            for (name, place), view in zip(self._regions, flat(pieces), strict=True):
-                if isinstance(place, View) and place.strides != view.stride():
-                    raise WeightsError(f"{name!r} cannot be mapped: it is stored transposed. Use apply='copy'")
-                stored_of.setdefault(name, []).append(view)
+        for (name, place), view in zip(self._regions, pieces, strict=True):
+            if isinstance(place, View) and place.strides != view.stride():
+                raise WeightsError(f"{name!r} cannot be mapped: it is stored transposed. Use apply='copy'")
+            stored_of.setdefault(name, []).append(view)
         for name, stored in stored_of.items():
-            target, view = local(tensors[name]), stored[0]
+            target, view = inner_of(tensors[name]), stored[0]
             if target.is_cuda:
                 raise WeightsError(f"{name!r} is on {target.device}, where nothing can be mapped. Use apply='copy'")
             if len(stored) > 1 or view.dtype != target.dtype or view.shape != target.shape:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import operator
 import sys
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
@@ -57,14 +56,14 @@ class _Kind(NamedTuple):
         return f"of shape {self.own}" + ("" if self.placements is None else f" of {self.shape}, {self.placements}")
 
 
-def _inner(tensor: Any) -> torch.Tensor:
+def inner_of(tensor: Any) -> torch.Tensor:
     """Return the tensor of this process: the local part of a DTensor."""
     inner: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return inner
 
 
 def _kind(tensor: Any) -> _Kind:
-    return _Kind(tuple(tensor.shape), tuple(_inner(tensor).shape), getattr(tensor, "placements", None))
+    return _Kind(tuple(tensor.shape), tuple(inner_of(tensor).shape), getattr(tensor, "placements", None))
 
 
 Homes = dict[str, tuple[MutableMapping[str, Any], str]]
@@ -143,7 +142,7 @@ class NamedTensors:
                 raise TypeError(f"names of tensors are texts, got {name!r} of type {type(name).__name__}")
             if not isinstance(tensor, torch.Tensor):
                 raise TypeError(f"{name!r} is no tensor but {type(tensor).__name__}; leave it out of the dict")
-            if (reason := opaque(_inner(tensor))) is not None:
+            if (reason := opaque(inner_of(tensor))) is not None:
                 raise WeightsLayoutError(f"{name!r} cannot be published or read: {reason}")
         if isinstance(model, Module):
             _check_complete(model, self._homes)
@@ -201,7 +200,7 @@ class NamedTensors:
         for name, tensor in self.items():
             if not isinstance(tensor, torch.Tensor):
                 raise WeightsLayoutError(f"{name!r} is no tensor any more but {type(tensor).__name__}. Bring it back")
-            inner = _inner(tensor)
+            inner = inner_of(tensor)
             reason = opaque(inner) if meta and inner.is_meta else lacking_memory(inner)
             if reason is None and meta and not inner.is_contiguous() and overlaps_itself(inner):
                 reason = "its elements share memory (expand, as_strided), so it cannot be written. Pass its clone()"
@@ -225,7 +224,7 @@ class NamedTensors:
         """Raise WeightsLayoutError if other tensors see the memory of these, which an exchange would tear apart."""
         first_of: dict[int, str] = {}
         for name, tensor in self.distinct().items():
-            inner = _inner(tensor)
+            inner = inner_of(tensor)
             if inner.is_meta:
                 continue
             cause = None
@@ -259,14 +258,14 @@ class NamedTensors:
         tensors = self.values()
         if set(map(type, tensors)) - PLAIN:
             self.check(meta=True)  # else torch would raise errors of its own
-            tensors = [_inner(tensor) for tensor in tensors]
+            tensors = [inner_of(tensor) for tensor in tensors]
         return tuple(list(map(read, tensors)) for read in (torch.Tensor.data_ptr, _shape, torch.Tensor.stride, _dtype))
 
     def set_memory(self, name: str, memory: torch.Tensor) -> None:
         """Let a tensor lie in other memory of its shape and dtype. One on the meta device is replaced."""
         home, key = self._homes[name]
         tensor = home[key]
-        inner = _inner(tensor)
+        inner = inner_of(tensor)
         if not inner.is_meta:
             inner.data = memory
             return
@@ -463,23 +462,16 @@ def _view_in(memory: torch.Tensor, room: StoredBox, dtype_name: str) -> torch.Te
     return memory[room.offset : room.offset + room.box.elements * dtype.itemsize].view(dtype).view(room.box.size)
 
 
-def stored_pieces(plan: Plan, memories: Mapping[str, torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Return the pieces of each tensor of a plan as they lie in the parts, which `memories` has by host."""
+def stored_pieces(plan: Plan, memories: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Return the pieces of a plan as they lie in the parts, which `memories` has by host."""
     views = []
     for pieces in plan.pieces:
         published = plan.stored.tensor(pieces.name)
-        views_of_tensor = []
         for number, source, _, _ in pieces.rows():
             room = published.boxes[number]
             stored = _view_in(memories[plan.stored.hosts[room.part]], room, published.dtype)
-            views_of_tensor.append(source.of(stored))
-        views.append(views_of_tensor)
+            views.append(source.of(stored))
     return views
-
-
-def flat(pieces: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-    """Return the pieces of all tensors in one list."""
-    return list(itertools.chain(*pieces))
 
 
 def refuse_training(model: Module) -> None:
