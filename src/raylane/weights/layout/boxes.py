@@ -45,6 +45,17 @@ class Box(NamedTuple):
         """Number of elements."""
         return math.prod(self.size)
 
+    def common(self, other: Box) -> Box | None:
+        """Return the region that two boxes have in common; None if there is none."""
+        start = tuple(map(max, self.start, other.start))
+        stops = [min(a + size_a, b + size_b) for a, size_a, b, size_b in zip(*self, *other, strict=True)]
+        size = tuple(stop - first for first, stop in zip(start, stops, strict=True))
+        return Box(start, size) if all(length > 0 for length in size) else None
+
+    def within(self, other: Box) -> Box:
+        """Return the same region with its start counted from that of another one."""
+        return Box(tuple(mine - its for mine, its in zip(self.start, other.start, strict=True)), self.size)
+
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the region of a tensor, without a copy."""
         for dim, (first, length) in enumerate(zip(self.start, self.size, strict=True)):
@@ -60,6 +71,10 @@ class View(NamedTuple):
     strides: tuple[int, ...]
     offset: int
     """First element, counted from that of the tensor."""
+
+    def at(self, index: Sequence[int]) -> int:
+        """Return the offset of the element at an index."""
+        return self.offset + sum(number * stride for number, stride in zip(index, self.strides, strict=True))
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the region in the memory of a tensor, without a copy."""

@@ -16,7 +16,7 @@ import torch
 
 from raylane.core.listing import listed
 from raylane.errors import WeightsLayoutError
-from raylane.weights.layout.boxes import Box, HeldBox, StoredLayout, TensorLayout
+from raylane.weights.layout.boxes import HeldBox, StoredLayout, TensorLayout
 from raylane.weights.layout.recording import LoadRecorder, Record, TensorStream, record
 
 Tensors = dict[str, torch.Tensor]
@@ -190,7 +190,7 @@ def layout_of_record(recorded: Record, stored: StoredLayout) -> dict[str, Tensor
     layout = {}
     for name, regions in recorded.regions.items():
         published = stored.tensors[name]
-        held = tuple(HeldBox(Box(*region.box), (0,) * len(published.shape)) for region in regions)
+        held = tuple(HeldBox(region.box, (0,) * len(published.shape)) for region in regions)
         layout[name] = TensorLayout(published.shape, published.dtype, published.itemsize, held)
     return layout
 

@@ -434,9 +434,8 @@ def mapped_regions(plan: Plan, recorded: Record) -> Regions:
     for pieces in plan.pieces:
         of_tensor = recorded.regions[pieces.name]
         for _, _, box, held in pieces.rows():
-            _, target, offset, strides = of_tensor[held]
-            offset += sum(first * stride for first, stride in zip(box.start, strides, strict=True))
-            regions.append((target, View(box.size, strides, offset)))
+            _, target, view = of_tensor[held]
+            regions.append((target, View(box.size, view.strides, view.at(box.start))))
     return regions
 
 
@@ -451,8 +450,7 @@ def writes_of(
             for writer, box in room.writes:
                 if writer == rank:
                     regions.append((name, Box(begins[box], box.size)))
-                    start = tuple(first - begin for first, begin in zip(box.start, room.box.start, strict=True))
-                    places.append(Box(start, box.size).of(_view_in(memory, room, published.dtype)))
+                    places.append(box.within(room.box).of(_view_in(memory, room, published.dtype)))
     return regions, places
 
 

@@ -21,13 +21,7 @@ from raylane import _ray
 from raylane.core.deadline import Cancellation, Deadline
 from raylane.errors import WeightsError, WeightsLostError, WeightsTimeoutError
 from raylane.weights.service.answers import VersionInfo
-from raylane.weights.service.catalogue import (
-    NAMESPACE,
-    Catalogue,
-    actor_names,
-    own_error,
-    start_actor,
-)
+from raylane.weights.service.catalogue import NAMESPACE, Catalogue, actor_names, own_error, start_actor
 from raylane.weights.service.leases import CatalogueEnded
 from raylane.weights.state.readers import ReaderInfo
 
