@@ -159,10 +159,8 @@ class Catalogue:
 
         await self._wait(entry, lambda: start.state is not StartState.FORMING, deadline.left_s(), unregistered)
         host = start.members[rank].host
-        if start is ledger.start:
-            await self._slots(
-                entry, ledger.generations[-1], host, host
-            )  # an earlier catalogue may have counted further
+        if start is ledger.start:  # an earlier catalogue may have counted further
+            await self._slots(entry, ledger.generations[-1], host, host)
         version = await self._wait(entry, lambda: ledger.begin(start, rank, step), deadline.left_s(), missing)
         generation = version.generation
         paths = await self._slots(entry, generation, host, host)
