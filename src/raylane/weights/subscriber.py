@@ -141,8 +141,6 @@ class Subscriber:
         """Number of updates that the catalogue was told of."""
         self._plan: Plan | None = None
         self._generation: GenerationKey | None = None
-        self._chunks: dict[str, list[int]] = {}
-        """Chunks that the plan needs of each part of another host."""
         self._sources = Sources(private=apply == "map")
         self._memory: tuple[list[Any], ...] = ()
         """Memory for which the copies of `_sources` are prepared."""
@@ -347,7 +345,6 @@ class Subscriber:
             self._record = self._mapping.recorded(offer.stored, self._tensors.distinct(), subset=self._subset)
             (self._plan,) = make_plans(offer.stored, [layout_of_record(self._record, offer.stored)], subset=True)
             self._regions = mapped_regions(self._plan, self._record)
-        self._chunks.clear()
         self._sources.forget_views()
         self._generation = offer.generation
 
@@ -425,12 +422,7 @@ class Subscriber:
         assert self._plan is not None
         needed = self._plan.bytes_by_host
         paths = {self._key.host: offer.path} if offer.path is not None and self._key.host in needed else {}
-        wanted = {}
-        for part in needed:
-            if part not in paths:
-                if part not in self._chunks:
-                    self._chunks[part] = self._plan.chunks(part)
-                wanted[part] = self._chunks[part]
+        wanted = {part: self._plan.chunks(part) for part in needed if part not in paths}
         if wanted:
             arguments = self.name, offer.number, self._key.host, wanted, deadline.left_s()
             copied = self._catalogue.call("copy", *arguments, deadline=deadline)

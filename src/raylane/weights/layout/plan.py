@@ -75,20 +75,23 @@ class Plan(msgspec.Struct, frozen=True, dict=True):
         return sum(self.bytes_by_host.values())
 
     def chunks(self, host: str) -> list[int]:
-        """Return the numbers of the chunks (see `spread`) that this reader needs of the part of a host."""
-        part = self.stored.hosts.index(host)
-        step = chunk_bytes(self.stored.nbytes[part])
-        needed: set[int] = set()
+        """Return the numbers of the chunks (see `chunk_bytes`) that this reader needs of the part of a host."""
+        return self._chunks_by_host[host]
+
+    @functools.cached_property
+    def _chunks_by_host(self) -> dict[str, list[int]]:
+        needed: dict[str, set[int]] = {host: set() for host in self.stored.hosts}
+        steps = [chunk_bytes(nbytes) for nbytes in self.stored.nbytes]
         for pieces in self.pieces:
             tensor = self.stored.tensor(pieces.name)
             for number, start, size in zip(pieces.boxes.tolist(), pieces.sources, pieces.sizes, strict=True):
-                box = tensor.boxes[number]
-                if box.part == part:
-                    strides = np.cumprod([1, *box.box.size[:0:-1]])[::-1][: len(start)]
-                    first = box.offset + int(start @ strides) * tensor.itemsize
-                    last = box.offset + int((start + size - 1) @ strides) * tensor.itemsize
-                    needed.update(range(first // step, (last + tensor.itemsize - 1) // step + 1))
-        return sorted(needed)
+                part, offset, box, _ = tensor.boxes[number]
+                strides = np.cumprod([1, *box.size[:0:-1]])[::-1][: len(start)]
+                first = offset + int(start @ strides) * tensor.itemsize
+                last = offset + int((start + size - 1) @ strides) * tensor.itemsize
+                chunks = range(first // steps[part], (last + tensor.itemsize - 1) // steps[part] + 1)
+                needed[self.stored.hosts[part]].update(chunks)
+        return {host: sorted(chunks) for host, chunks in needed.items()}
 
     def __str__(self) -> str:
         count = sum(len(pieces.boxes) for pieces in self.pieces)

@@ -106,7 +106,7 @@ class Catalogue:
         """Number of calls of keepers whose order matters."""
         self._tasks: set[Any] = set()
         """Tasks that wait for the end of keepers; an event loop keeps no tasks."""
-        self._leases = Leases(self._keeper, self._host_lives, self._reader_keys, self._join, self._advance)
+        self._leases = Leases(self._keeper, host_lives, self._reader_keys, self._join, self._advance)
         self._recovery: asyncio.Task[None] | None = None
         """Search for the readers of an earlier catalogue, which the first name begins."""
         self._ended = False
@@ -135,7 +135,7 @@ class Catalogue:
         with contextlib.suppress(TimeoutError, ray.exceptions.RayError):
             ended: list[str] = await asyncio.wait_for(self._keeper(host).ended.remote(publishers), ANSWER_S)
             return ended
-        return [] if await self._host_lives(host) else [publisher.token for publisher in publishers]
+        return [] if await host_lives(host) else [publisher.token for publisher in publishers]
 
     async def close_publisher(self, name: str, token: str) -> None:
         """Note that a publisher publishes no more, so that another one may take its place."""
@@ -418,10 +418,6 @@ class Catalogue:
 
     def _reader_keys(self, host: str) -> list[ReaderKey]:
         return [key for entry in self._entries.values() for key in entry.readers.keys(host)]
-
-    @staticmethod
-    async def _host_lives(host: str) -> bool:
-        return await asyncio.to_thread(host_lives, host)
 
     async def _advance(self, keys: Iterable[ReaderKey], event: LeaseEvent) -> None:
         """Change the leases of readers."""

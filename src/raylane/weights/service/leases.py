@@ -184,6 +184,7 @@ def _forget_error(call: asyncio.Task[Any]) -> None:
         call.exception()
 
 
-def host_lives(host: str) -> bool:
-    """Return False if Ray has declared a node dead, or does not know it. Waits for Ray's answer."""
-    return any(node["NodeID"] == host and node["Alive"] for node in ray.nodes())
+async def host_lives(host: str) -> bool:
+    """Return False if Ray has declared a node dead, or does not know it."""
+    nodes = await asyncio.to_thread(ray.nodes)
+    return any(node["NodeID"] == host and node["Alive"] for node in nodes)

@@ -382,11 +382,8 @@ class Ledger:
         """
         version = next((version for version in self.versions if version.number == number), None)
         if version is None or version.state in (VersionState.SUPERSEDED, VersionState.LOST):
-            why = (
-                "was given up by another rank"
-                if version is None or version.state is VersionState.SUPERSEDED
-                else "is lost"
-            )
+            is_lost = version is not None and version.state is VersionState.LOST
+            why = "is lost" if is_lost else "was given up by another rank"
             raise WeightsLostError(f"version {number} of {self.name!r} {why} while rank {rank} wrote it. Publish again")
         version.done.add(rank)
         if version.state is VersionState.OPEN and not version.missing():
