@@ -146,16 +146,15 @@ class AdapterReader(WorkerReader):
             raise
         return result
 
-    def keep(self, options: dict[str, Any]) -> dict[str, Any]:
+    def keep(self, options: dict[str, Any]) -> None:
         """Forget all versions but those of the paths in `options`."""
         for path in self._ids.keys() - options["paths"]:
             self._forget(path)
-        return {}
 
-    def close(self, options: dict[str, Any]) -> dict[str, Any]:
+    def close(self, options: dict[str, Any]) -> None:
         """Leave, and forget all versions."""
         self.keep({"paths": []})
-        return super().close(options)
+        super().close(options)
 
     def _forget(self, path: str) -> None:
         del self._store.adapters[path]

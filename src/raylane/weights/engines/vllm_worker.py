@@ -196,11 +196,10 @@ class WorkerReader:
         self._step = 0
         """Step of the version in the model."""
 
-    def prepare(self, options: dict[str, Any]) -> dict[str, Any]:
+    def prepare(self, options: dict[str, Any]) -> None:
         """Begin to bring a version from number `version` on to this worker, beside the engine's steps."""
         before = None if self._preparation is None else self._preparation.thread
         self._preparation = _Preparation(self._subscriber, options, before)
-        return {}
 
     def prepared(self, _: dict[str, Any]) -> dict[str, Any]:
         """Return the number of the version that is ready; None if it is not."""
@@ -220,15 +219,13 @@ class WorkerReader:
         self._step = update.step
         return {"version": update.version, "step": update.step, "changed": update.changed, "nbytes": update.nbytes}
 
-    def invalidate(self, _: dict[str, Any]) -> dict[str, Any]:
+    def invalidate(self, _: dict[str, Any]) -> None:
         """Note that the model lost its weights: the next version is loaded, also if it is the same one."""
         self._subscriber.invalidate()
-        return {}
 
-    def close(self, _: dict[str, Any]) -> dict[str, Any]:
+    def close(self, _: dict[str, Any]) -> None:
         """Leave; the model keeps its weights."""
         self._subscriber.close()
-        return {}
 
 
 def raise_error(answers: list[dict[str, Any]]) -> None:
