@@ -4,8 +4,8 @@
 
 256 ranks of a trainer (FSDP over all, 8 on each host) publish; 128 readers (8 on each host) take the version, once as
 16 engines of tensor parallelism 8, once as one engine of 128 ranks. Where boxes lie, which chunks each host needs and
-who sends them to whom is decided by `weights.layout`, `weights.plan` and `weights.spread`; the order in which transfers
-end is random. The time is that of the busiest link; nothing else is modelled.
+who sends them to whom is decided by `weights.layout` and `weights.chunks.spread`; the order in which transfers end is
+random. The time is that of the busiest link; nothing else is modelled.
 """
 
 from __future__ import annotations
