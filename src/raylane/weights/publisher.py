@@ -118,7 +118,7 @@ class Publisher:
         place = here()
         node = ray.get_runtime_context().get_node_id()
         key = PublisherKey(secrets.token_hex(8), node, place.pid, place.start_ticks)
-        self._own = RankRegistration(rank, world, layout, self._tensors.same, key, keep, options, trainer)
+        self._registration = RankRegistration(rank, world, layout, self._tensors.same, key, keep, options, trainer)
         """Registration of this rank; the start of the trainer in it stays when the name is dropped."""
         self._slots: dict[str, _WriteSlot] = {}
         """Slots of the current generation by path."""
@@ -233,8 +233,8 @@ class Publisher:
 
     def _begin(self, step: int, deadline: Deadline) -> WriteOrder:
         """Return the version for a step, and where this rank writes it."""
-        assert self._own.start is not None
-        key = RankKey(self._own.start, self.rank, self._own.publisher.token)
+        assert self._registration.start is not None
+        key = RankKey(self._registration.start, self.rank, self._registration.publisher.token)
         arguments = self.name, key, self._generation, step, deadline.left_s()
         order: WriteOrder = self._catalogue.call("begin", *arguments, deadline=deadline)
         if order.stored is not None:
@@ -243,8 +243,8 @@ class Publisher:
         return order
 
     def _register(self, deadline: Deadline) -> None:
-        start = self._catalogue.call("register", self.name, self._own, self._max_lag, deadline=deadline)
-        self._own = self._own._replace(start=start)
+        start = self._catalogue.call("register", self.name, self._registration, self._max_lag, deadline=deadline)
+        self._registration = self._registration._replace(start=start)
 
     def _look_at_tensors(self) -> None:
         """Find the tensors anew, before a version is begun. WeightsLayoutError if they are others."""
@@ -258,14 +258,14 @@ class Publisher:
     def _slot(self, place: SlotPlace) -> _WriteSlot:
         """Return a slot; mapped once, so that its pages stay warm."""
         assert self._stored is not None
-        if len(self._slots) == self._own.keep and place.path not in self._slots:
+        if len(self._slots) == self._registration.keep and place.path not in self._slots:
             self._forget_slots()  # a keeper has died
         if place.path not in self._slots:
             slot = OpenSlot(place.path, place.ranks, private=False)
             tensors = self._tensors.distinct()
             if any(tensor.is_cuda for tensor in tensors.values()):
                 lock_pages(slot.memory(), slot)
-            regions, places = writes_of(self._stored, self.rank, self._own.layout, slot.memory())
+            regions, places = writes_of(self._stored, self.rank, self._registration.layout, slot.memory())
             copy = PreparedCopy(regions, tensors, places, to_slot=True)
             self._slots[place.path] = _WriteSlot(slot, copy, sum(each.nbytes for each in places))
         return self._slots[place.path]

@@ -136,11 +136,7 @@ def _blank_model(vllm_config: Any) -> Module:
     config.compilation_config = copy.copy(vllm_config.compilation_config)
     config.compilation_config.static_forward_context = {}  # its layers register themselves there
     config.compilation_config.static_all_moe_layers = []
-    with (
-        set_default_torch_dtype(config.model_config.dtype),
-        torch.device("meta"),
-        set_current_vllm_config(config),
-    ):
+    with set_default_torch_dtype(config.model_config.dtype), torch.device("meta"), set_current_vllm_config(config):
         model: Module = initialize_model(config)
     return model
 

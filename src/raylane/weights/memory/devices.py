@@ -46,12 +46,7 @@ class PreparedCopy:
     """
 
     def __init__(
-        self,
-        own: Regions,
-        tensors: Mapping[str, torch.Tensor],
-        stored: Sequence[torch.Tensor],
-        *,
-        to_slot: bool,
+        self, own: Regions, tensors: Mapping[str, torch.Tensor], stored: Sequence[torch.Tensor], *, to_slot: bool
     ) -> None:
         """Prepare the copy of regions of tensors to (`to_slot`) or from the same number of regions of a slot."""
         self._to_slot = to_slot
