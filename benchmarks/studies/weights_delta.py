@@ -25,8 +25,8 @@ from tests.network_drivers import ask, connect
 from tests.networks import Hosts
 
 from raylane import weights
-from raylane.weights.delta import DeltaOptions, Run, diff
-from raylane.weights.spread import chunk_bytes
+from raylane.weights.chunks.delta import DeltaOptions, Run, diff
+from raylane.weights.layout.boxes import chunk_bytes
 
 NAMES = {"dense": "never", "delta": "auto"}
 TENSORS = 20

@@ -4,8 +4,8 @@
 
 256 ranks of a trainer (FSDP over all, 8 on each host) publish; 128 readers (8 on each host) take the version, once as
 16 engines of tensor parallelism 8, once as one engine of 128 ranks. Where boxes lie, which chunks each host needs and
-who sends them to whom is decided by `weights.layout`, `weights.plan` and `weights.spread`; the order in which transfers
-end is random. The time is that of the busiest link; nothing else is modelled.
+who sends them to whom is decided by `weights.layout` and `weights.chunks.spread`; the order in which transfers end is
+random. The time is that of the busiest link; nothing else is modelled.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from raylane.weights.layout import Division, Layout, TensorLayout, divide, store
-from raylane.weights.plan import make_plans
-from raylane.weights.spread import Spread
+from raylane.weights.chunks.spread import Spread
+from raylane.weights.layout.boxes import Division, Layout, TensorLayout, divide, store
+from raylane.weights.layout.plan import make_plans
 
 RANKS, READERS, PER_HOST = 256, 128, 8
 LINK_BYTES_S = 400e9 / 8

@@ -33,7 +33,7 @@ TOP = {"benchmarks", "cli", "examples", "gpu", "release", "vllm"}
         ("src/raylane/sft/data/rows.py", TOP | {"sft", "nemo"}),
         ("src/raylane/rl/trainer.py", TOP | {"rl", "nemo"}),
         ("src/raylane/training/run/step.py", TOP | {"sft", "rl", "nemo", "training"}),
-        ("src/raylane/weights/plan.py", TOP | {"weights"}),
+        ("src/raylane/weights/layout/plan.py", TOP | {"weights"}),
         ("src/raylane/workers/group.py", TOP | {"sft", "rl", "nemo", "training", "weights", "workers", "testing"}),
         ("src/raylane/graph/nodes.py", TOP | {"weights", "workers", "graph", "testing"}),
         ("src/raylane/transport/api.py", {*affected.TESTED, "testing"} - {"core", "training", "sft", "rl", "nemo"}),
@@ -160,7 +160,7 @@ def test_change_of_fine_tuning_leaves_out_what_training_computes() -> None:
     for changed, expected in (
         ("src/raylane/sft/data/rows.py", files[1:2]),
         ("src/raylane/training/run/step.py", files[:2]),
-        ("src/raylane/weights/plan.py", []),
+        ("src/raylane/weights/layout/plan.py", []),
         ("benchmarks/goals.py", files[2:]),
     ):
         choice = affected.affected([changed], files, NO_HELPERS)

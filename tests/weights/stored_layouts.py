@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import torch
 
-from raylane.weights.layout import StoredLayout, store
-from raylane.weights.recording import Record
-from raylane.weights.tensors import StridedRegion, layout_of
+from raylane.weights.layout.boxes import StoredLayout, store
+from raylane.weights.layout.recording import Record
+from raylane.weights.memory.tensors import layout_of
 
 
 def stored_whole(tensors: Mapping[str, torch.Tensor], same: Mapping[str, str] | None = None) -> StoredLayout:
@@ -20,8 +20,8 @@ def apply_record(record: Record, published: Mapping[str, torch.Tensor], targets:
     """Copy published tensors into those of a reader, region by region, with torch alone."""
     with torch.no_grad():
         for name, regions in record.regions.items():
-            for (start, size), target, offset, strides in regions:
-                source = published[name][tuple(slice(a, a + b) for a, b in zip(start, size, strict=True))]
-                StridedRegion(target, size, strides, offset).of(targets[target]).copy_(source)
-        for target, (size, strides, offset), value in record.constants:
-            StridedRegion(target, size, strides, offset).of(targets[target]).fill_(value)
+            for region in regions:
+                source = published[name][tuple(slice(a, a + b) for a, b in zip(*region.box, strict=True))]
+                region.view.of(targets[region.name]).copy_(source)
+        for target, view, value in record.constants:
+            view.of(targets[target]).fill_(value)

@@ -7,7 +7,7 @@ import struct
 import numpy as np
 import pytest
 
-from raylane.weights.delta import (
+from raylane.weights.chunks.delta import (
     MOST_SHARE,
     DeltaOptions,
     LinkSpeed,
@@ -18,7 +18,7 @@ from raylane.weights.delta import (
     runs_between,
     runs_of,
 )
-from raylane.weights.layout import Box, HeldBox, TensorLayout, store
+from raylane.weights.layout.boxes import Box, HeldBox, TensorLayout, store
 
 SIZES = (1, 2, 4, 8)
 

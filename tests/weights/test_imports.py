@@ -12,7 +12,7 @@ from raylane import weights
 
 @pytest.mark.processes
 def test_catalogue_and_keepers_need_no_torch() -> None:
-    code = "import sys, raylane.weights.catalogue; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    code = "import sys, raylane.weights.service.catalogue; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

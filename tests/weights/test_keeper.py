@@ -12,8 +12,8 @@ import pytest
 
 from raylane.core.deadline import Deadline
 from raylane.errors import WeightsError, WeightsLostError, WeightsTimeoutError
-from raylane.weights.keeper import Incarnation, Keeper, PartKind, Turn
-from raylane.weights.slots import OpenSlot, StaleSlot, make_slot
+from raylane.weights.memory.slots import OpenSlot, StaleSlot, make_slot
+from raylane.weights.service.keeper import Incarnation, Keeper, PartKind, Turn
 
 PART = PartKind("a", 2, 100_000, "")
 
@@ -126,7 +126,7 @@ def test_forked_child_keeps_the_locks_of_its_parent() -> None:
     code = """if True:
         import gc, os
         from raylane.core.memory.locks import WRITE, is_free
-        from raylane.weights.slots import OpenSlot, make_slot
+        from raylane.weights.memory.slots import OpenSlot, make_slot
         segment = make_slot(1, 100)
         slot, other = (OpenSlot(segment.path, 1, private=True) for _ in range(2))
         slot.hold(0)

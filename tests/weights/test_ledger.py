@@ -3,10 +3,10 @@ from __future__ import annotations
 import pytest
 
 from raylane.errors import WeightsError, WeightsLayoutError, WeightsLostError
-from raylane.weights.delta import DeltaOptions
-from raylane.weights.layout import Box, HeldBox, Layout, TensorLayout
-from raylane.weights.ledger import Generation, Ledger, Version, VersionState
-from raylane.weights.starts import PublisherKey, RankRegistration, Start
+from raylane.weights.chunks.delta import DeltaOptions
+from raylane.weights.layout.boxes import Box, HeldBox, Layout, TensorLayout
+from raylane.weights.state.ledger import Generation, Ledger, Version, VersionState
+from raylane.weights.state.starts import PublisherKey, RankRegistration, Start
 
 DELTA = DeltaOptions()
 

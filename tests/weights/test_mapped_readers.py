@@ -11,7 +11,7 @@ from torch.nn import Parameter, ParameterDict
 from raylane import weights
 from raylane.core.deadline import Cancellation, Cancelled, Deadline
 from raylane.errors import WeightsError, WeightsLayoutError, WeightsTimeoutError
-from raylane.weights.sources import MOST_SLOTS
+from raylane.weights.memory.sources import MOST_SLOTS
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 

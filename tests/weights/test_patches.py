@@ -11,10 +11,9 @@ import pytest
 import ray
 
 from raylane.core.deadline import Deadline
-from raylane.weights import patches as patches_module
-from raylane.weights.delta import MOST_GAP, DeltaOptions, Run
-from raylane.weights.keeper import Fetch, Incarnation, Keeper, PartKind, Turn
-from raylane.weights.patches import (
+from raylane.weights.chunks import patches as patches_module
+from raylane.weights.chunks.delta import MOST_GAP, DeltaOptions, Run
+from raylane.weights.chunks.patches import (
     DeltaRequest,
     Patches,
     PatchOfChunk,
@@ -24,8 +23,9 @@ from raylane.weights.patches import (
     on_thread,
     restore,
 )
-from raylane.weights.slots import OpenSlot
-from raylane.weights.spread import LEAST_BYTES
+from raylane.weights.layout.boxes import LEAST_BYTES
+from raylane.weights.memory.slots import OpenSlot
+from raylane.weights.service.keeper import Fetch, Incarnation, Keeper, PartKind, Turn
 
 CHUNKS = 3
 PART = PartKind("a", 1, CHUNKS * LEAST_BYTES - 4096, "")

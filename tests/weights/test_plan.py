@@ -10,9 +10,18 @@ import pytest
 import torch
 
 from raylane.errors import WeightsLayoutError
-from raylane.weights.layout import Box, Division, HeldBox, Layout, StoredLayout, TensorLayout, divide, store
-from raylane.weights.plan import Plan, make_plans
-from raylane.weights.spread import chunk_bytes
+from raylane.weights.layout.boxes import (
+    Box,
+    Division,
+    HeldBox,
+    Layout,
+    StoredLayout,
+    TensorLayout,
+    chunk_bytes,
+    divide,
+    store,
+)
+from raylane.weights.layout.plan import Plan, make_plans
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "int64": 8}
 Placements = tuple[Division | None, ...]
@@ -66,15 +75,14 @@ def write(stored: StoredLayout, wholes: dict[str, torch.Tensor]) -> list[torch.T
     """Return each part after all boxes are written."""
     memories = [torch.zeros(nbytes, dtype=torch.uint8) for nbytes in stored.nbytes]
     for name, tensor in stored.tensors.items():
-        for part, offset, room in tensor.boxes:
+        for part, offset, room, writes in tensor.boxes:
             assert offset % 64 == 0
             area = memories[part][offset : offset + room.elements * tensor.itemsize]
             assert not area.any(), "two boxes share memory"
             whole = torch.zeros_like(wholes[name])
-            for write in tensor.writes:
-                if tensor.boxes[write.stored] == (part, offset, room):
-                    assert not boxed(whole, write.box).any(), "two ranks write the same element"
-                    boxed(whole, write.box).copy_(boxed(wholes[name], write.box))
+            for _, box in writes:
+                assert not boxed(whole, box).any(), "two ranks write the same element"
+                boxed(whole, box).copy_(boxed(wholes[name], box))
             area.copy_(boxed(whole, room).contiguous().view(-1).view(torch.uint8))
     return memories
 
@@ -83,11 +91,10 @@ def read(plan: Plan, memories: Sequence[torch.Tensor], targets: dict[str, torch.
     for pieces in plan.pieces:
         tensor = plan.stored.tensors[pieces.name]
         dtype = getattr(torch, tensor.dtype)
-        for piece in pieces.rows():
-            part, offset, box = tensor.boxes[piece.box]
+        for number, source, place, _ in pieces.rows():
+            part, offset, box, _ = tensor.boxes[number]
             content = memories[part][offset : offset + box.elements * dtype.itemsize].view(dtype).view(box.size)
-            target = boxed(targets[pieces.name], Box(piece.target, piece.size))
-            target.copy_(boxed(content, Box(piece.source, piece.size)))
+            boxed(targets[pieces.name], place).copy_(boxed(content, source))
 
 
 @pytest.mark.claim("weights", "shards, replicas and uneven parts of meshes of three axes are read into any others")
@@ -127,7 +134,7 @@ def test_replicas_share_the_writing() -> None:
     layout = {f"w{i}": TensorLayout((10, 10), "float32", 4, divide((10, 10), [4], [0], [None])) for i in range(40)}
     stored = store([layout] * 4)
     assert stored.nbytes == (40 * 448,)
-    written = [write.rank for tensor in stored.tensors.values() for write in tensor.writes]
+    written = [rank for tensor in stored.tensors.values() for box in tensor.boxes for rank, _ in box.writes]
     assert sorted(written) == sorted([0, 1, 2, 3] * 10)
     # Hosts share it, too, and each has whole tensors.
     stored = store([layout] * 4, ["a", "a", "b", "b"])

@@ -19,8 +19,8 @@ from tests.process_tools import stop
 from raylane import weights
 from raylane.errors import WeightsError
 from raylane.testing.leaks import descriptors
-from raylane.weights.catalogue import actor_names
-from raylane.weights.readers import LEASE_S
+from raylane.weights.service.catalogue import actor_names
+from raylane.weights.state.readers import LEASE_S
 
 pytestmark = pytest.mark.faults
 COUNT, ROWS = 8, 20_000

@@ -14,10 +14,10 @@ import ray
 
 from raylane.cli.weights import render_readers
 from raylane.core.place import here, start_ticks
-from raylane.weights import lag_metrics, leases
-from raylane.weights.lag_metrics import LagGauge, report_lags
-from raylane.weights.leases import CatalogueEnded, Leases, WatchedReaders
-from raylane.weights.readers import (
+from raylane.weights.service import lag_metrics, leases
+from raylane.weights.service.lag_metrics import LagGauge, report_lags
+from raylane.weights.service.leases import CatalogueEnded, Leases, WatchedReaders
+from raylane.weights.state.readers import (
     LEASE_S,
     MOST_COMMITS,
     TRANSITIONS,

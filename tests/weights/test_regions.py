@@ -7,18 +7,8 @@ import random
 import pytest
 import torch
 
-from raylane.weights.layout import Box
-from raylane.weights.regions import (
-    TargetRegion,
-    View,
-    ViewPiece,
-    boxes_in_target,
-    contiguous_strides,
-    joined,
-    pieces_of_view,
-    regions_of,
-    runs,
-)
+from raylane.weights.layout.boxes import Box, View
+from raylane.weights.layout.regions import ViewPiece, contiguous_strides, joined, pieces_of_view, regions_of, runs
 
 
 def view_of(tensor: torch.Tensor) -> View:
@@ -39,7 +29,7 @@ def written(base: torch.Tensor, pieces: list[ViewPiece], shape: torch.Size) -> t
     for piece in pieces:
         size, strides, _ = view_of(target)
         for region in regions_of(piece, base.shape, "t", View(size, strides, 0)):
-            place = target.view(-1).as_strided(region.box.size, region.strides, region.offset)
+            place = target.view(-1).as_strided(*region.view)
             assert bool((place == -1).all()), "an element was written twice"
             place.copy_(box_of(base, region.box))
     return target
@@ -90,27 +80,27 @@ def test_rows_of_heads_are_one_region() -> None:
     (region,) = regions_of(
         ViewPiece((0, 0, 0), "q", view_of(heads)), (128, 64), "qkv", View((32, 4, 64), (256, 64, 1), 0)
     )
-    assert region == TargetRegion(Box((0, 0), (128, 64)), "qkv", 0, (64, 1))
+    assert region == ViewPiece((0, 0), "qkv", View((128, 64), (64, 1), 0))
 
 
 def test_a_transpose_is_one_region() -> None:
     turned = torch.empty(6, 4).t()
     (region,) = regions_of(ViewPiece((0, 0), "w", view_of(turned)), (6, 4), "t", View((4, 6), (6, 1), 12))
-    assert region == TargetRegion(Box((0, 0), (6, 4)), "t", 12, (1, 6))
+    assert region == ViewPiece((0, 0), "t", View((6, 4), (1, 6), 12))
 
 
 def test_every_second_row_is_a_region_for_each() -> None:
     found = runs((8, 3), View((4, 3), (6, 1), 3))
-    assert [run.at for run in found] == [(1, 0), (3, 0), (5, 0), (7, 0)]
+    assert [run.box.start for run in found] == [(1, 0), (3, 0), (5, 0), (7, 0)]
 
 
 def test_regions_that_follow_each_other_are_joined() -> None:
-    rows = [TargetRegion(Box((row, 0), (1, 8)), "t", 100 + 16 * row, (0, 1)) for row in range(4)]
-    assert joined(rows) == [TargetRegion(Box((0, 0), (4, 8)), "t", 100, (16, 1))]
+    rows = [ViewPiece((row, 0), "t", View((1, 8), (0, 1), 100 + 16 * row)) for row in range(4)]
+    assert joined(rows) == [ViewPiece((0, 0), "t", View((4, 8), (16, 1), 100))]
     assert joined(rows[::2]) == rows[::2]
-    assert len(joined([rows[0], rows[1]._replace(target="u")])) == 2
+    assert len(joined([rows[0], rows[1]._replace(name="u")])) == 2
 
 
 def test_boxes_in_a_target_are_where_a_region_lies() -> None:
-    region = TargetRegion(Box((0, 0), (2, 3)), "t", 12, (1, 6))  # turned into rows 2 to 4 of a tensor of 6 columns
-    assert boxes_in_target(region, (5, 6)) == [Box((2, 0), (3, 2))]
+    region = View((2, 3), (1, 6), 12)  # turned into rows 2 to 4 of a tensor of 6 columns
+    assert [run.box for run in runs((5, 6), region)] == [Box((2, 0), (3, 2))]

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from raylane.weights.spread import ATTEMPTS, LEAST_BYTES, PATCHED_BYTES, Spread, Transfer, chunk_bytes
+from raylane.weights.chunks.spread import ATTEMPTS, PATCHED_BYTES, Spread, Transfer
+from raylane.weights.layout.boxes import LEAST_BYTES, chunk_bytes
 
 
 def simulate(spread: Spread, seed: int, dying: str | None = None) -> dict[str, int]:

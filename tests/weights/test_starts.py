@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import pytest
 
 from raylane.errors import WeightsError, WeightsLostError
-from raylane.weights.layout import Box, HeldBox, TensorLayout
-from raylane.weights.ledger import Ledger
-from raylane.weights.readers import NamedReaders, ReaderKey, VersionKey
-from raylane.weights.starts import DECISIONS, Age, Place, PublisherKey, RankKey, RankRegistration, StartKey
+from raylane.weights.layout.boxes import Box, HeldBox, TensorLayout
+from raylane.weights.state.ledger import Ledger
+from raylane.weights.state.readers import NamedReaders, ReaderKey, VersionKey
+from raylane.weights.state.starts import DECISIONS, Age, Place, PublisherKey, RankKey, RankRegistration, StartKey
 
 WORLD = 2
 RANKS = [(trainer, rank) for trainer in "AB" for rank in range(WORLD)]

@@ -24,9 +24,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from raylane.errors import WeightsLayoutError
 from raylane.transport.value.leaf_memory import lacking_memory
-from raylane.weights.devices import PreparedCopy
-from raylane.weights.layout import Layout, store
-from raylane.weights.tensors import NamedTensors, OwnRegion, Part, layout_of, local, region
+from raylane.weights.layout.boxes import Box, Layout, store
+from raylane.weights.memory.devices import PreparedCopy
+from raylane.weights.memory.tensors import NamedTensors, Part, layout_of, local
 
 SERVER = Server(["torch.distributed.fsdp", "torch.distributed.tensor.parallel", "raylane.weights"])
 SIZES = ((8, 12, 8), (5, 14, 7))
@@ -55,7 +55,7 @@ def check(layout: Layout, tensors: dict[str, torch.Tensor], wholes: dict[str, to
         inner = local(tensor)
         count = 0
         for box, at in layout[name].held:
-            assert torch.equal(region(inner, at, box.size), region(wholes[name], box.start, box.size)), name
+            assert torch.equal(Box(at, box.size).of(inner), box.of(wholes[name])), name
             count += box.elements
         assert count == inner.numel(), name
 
@@ -157,7 +157,7 @@ def test_copies_convert_and_write_any_view() -> None:
     targets[-1] = targets[-1].bfloat16()
     targets[2] = torch.zeros(2, 6)[:, ::2]
     whole = {str(i): source for i, source in enumerate(sources)}
-    regions = [OwnRegion(name, (0,) * source.dim(), tuple(source.shape)) for name, source in whole.items()]
+    regions = [(name, Box((0,) * source.dim(), tuple(source.shape))) for name, source in whole.items()]
     copy = PreparedCopy(regions, whole, targets, to_slot=True)
     for _ in range(2):
         copy.run(lambda: whole)

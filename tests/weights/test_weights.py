@@ -28,7 +28,7 @@ from raylane.errors import (
     WeightsLostError,
     WeightsTimeoutError,
 )
-from raylane.weights.client import all_memory, all_versions
+from raylane.weights.service.client import all_memory, all_versions
 
 pytestmark = pytest.mark.ray
 

@@ -12,7 +12,7 @@ import msgspec
 from raylane.cli.cluster import add_address, connected
 from raylane.transport.link import wire
 from raylane.transport.link.memory_report import Report, ask_everywhere
-from raylane.weights.client import all_memory
+from raylane.weights.service.client import all_memory
 
 DEFAULT_LIMIT = 10
 

@@ -6,9 +6,9 @@ import argparse
 from collections.abc import Sequence
 
 from raylane.cli.cluster import add_address, connected
-from raylane.weights.answers import VersionInfo
-from raylane.weights.client import all_readers, all_versions
-from raylane.weights.readers import ReaderInfo
+from raylane.weights.service.answers import VersionInfo
+from raylane.weights.service.client import all_readers, all_versions
+from raylane.weights.state.readers import ReaderInfo
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

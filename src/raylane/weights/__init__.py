@@ -18,24 +18,24 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from raylane.core.deadline import Deadline
-from raylane.weights.answers import VersionInfo
-from raylane.weights.client import CatalogueClient
-from raylane.weights.readers import ReaderInfo
+from raylane.weights.service.answers import VersionInfo
+from raylane.weights.service.client import CatalogueClient
+from raylane.weights.state.readers import ReaderInfo
 
 if TYPE_CHECKING:
     from raylane.weights.engines import attach
     from raylane.weights.engines.attachment import EngineUpdate
-    from raylane.weights.mapping import Mapping
-    from raylane.weights.plan import Plan
+    from raylane.weights.layout.mapping import Mapping
+    from raylane.weights.layout.plan import Plan
+    from raylane.weights.memory.tensors import Part
     from raylane.weights.publisher import Publisher
     from raylane.weights.subscriber import ReaderState, Subscriber, Update
-    from raylane.weights.tensors import Part
 
 _HOME = {  # module of each name that is loaded on first use
     "EngineUpdate": "engines.attachment",
-    "Mapping": "mapping",
-    "Part": "tensors",
-    "Plan": "plan",
+    "Mapping": "layout.mapping",
+    "Part": "memory.tensors",
+    "Plan": "layout.plan",
     "Publisher": "publisher",
     "ReaderState": "subscriber",
     "Subscriber": "subscriber",

@@ -16,15 +16,14 @@ from raylane.core.deadline import Deadline
 from raylane.core.place import here
 from raylane.errors import WeightsError, WeightsLostError, WeightsTimeoutError
 from raylane.transport.link.endpoint import endpoint
-from raylane.weights.answers import GenerationKey, WriteOrder
-from raylane.weights.arguments import MOST_KEEP, check_name, whole_number
-from raylane.weights.client import CatalogueClient, locked
-from raylane.weights.delta import DeltaOptions
-from raylane.weights.devices import Moment, PreparedCopy, lock_pages
-from raylane.weights.layout import StoredLayout
-from raylane.weights.slots import OpenSlot, SlotPlace
-from raylane.weights.starts import PublisherKey, RankKey, RankRegistration, StartKey
-from raylane.weights.tensors import NamedTensors, Places, boxes_to_write, layout_of, written_regions
+from raylane.weights.chunks.delta import DeltaOptions
+from raylane.weights.layout.boxes import StoredLayout
+from raylane.weights.memory.devices import Moment, PreparedCopy, lock_pages
+from raylane.weights.memory.slots import OpenSlot, SlotPlace
+from raylane.weights.memory.tensors import NamedTensors, Places, layout_of, writes_of
+from raylane.weights.service.answers import GenerationKey, WriteOrder
+from raylane.weights.service.client import MOST_KEEP, CatalogueClient, check_name, locked, whole_number
+from raylane.weights.state.starts import PublisherKey, RankKey, RankRegistration
 
 
 class _WriteSlot(NamedTuple):
@@ -102,13 +101,13 @@ class Publisher:
                 f"dtype must be a floating-point dtype of two bytes or more such as torch.bfloat16, got {dtype!r}; "
                 "quantise weights with their scales before they are published"
             )
-        self._delta = DeltaOptions(delta, anchor_every)
-        self._delta.check()
+        options = DeltaOptions(delta, anchor_every)
+        options.check()
         self.name = name
-        self.rank, self.world, self._keep, self._max_lag = rank, world, keep, max_lag
+        self.rank, self.world, self._max_lag = rank, world, max_lag
         self._tensors = NamedTensors(model)
-        self._layout = layout_of(self._tensors.distinct(), places, dtype)
-        if not self._layout:
+        layout = layout_of(self._tensors.distinct(), places, dtype)
+        if not layout:
             raise ValueError(f"the model published as {name!r} has no tensors. Pass a module or a dict that has some")
         self._catalogue = CatalogueClient(detached=detached)
         self._stored: StoredLayout | None = None
@@ -118,10 +117,9 @@ class Publisher:
         """Life of the name in which this rank published last."""
         place = here()
         node = ray.get_runtime_context().get_node_id()
-        self._key = PublisherKey(secrets.token_hex(8), node, place.pid, place.start_ticks)
-        self._trainer = trainer
-        self._start: StartKey | None = None
-        """Start of the trainer to which this rank belongs; it stays when the name is dropped."""
+        key = PublisherKey(secrets.token_hex(8), node, place.pid, place.start_ticks)
+        self._registration = RankRegistration(rank, world, layout, self._tensors.same, key, keep, options, trainer)
+        """Registration of this rank; the start of the trainer in it stays when the name is dropped."""
         self._slots: dict[str, _WriteSlot] = {}
         """Slots of the current generation by path."""
         self._memory: tuple[list[Any], ...] = ()
@@ -133,7 +131,7 @@ class Publisher:
         """Thread of `publish_async`, which the first call starts."""
         deadline = Deadline.of_call(timeout)
         # First: a registration whose answer does not come in time must not keep the place of this rank.
-        self._leave = weakref.finalize(self, self._catalogue.tell, "close_publisher", name, self._key.token)
+        self._leave = weakref.finalize(self, self._catalogue.tell, "close_publisher", name, key.token)
         self._register(deadline)
 
     def publish(self, step: int, *, timeout: float | None = None) -> int:
@@ -235,8 +233,8 @@ class Publisher:
 
     def _begin(self, step: int, deadline: Deadline) -> WriteOrder:
         """Return the version for a step, and where this rank writes it."""
-        assert self._start is not None
-        key = RankKey(self._start, self.rank, self._key.token)
+        assert self._registration.start is not None
+        key = RankKey(self._registration.start, self.rank, self._registration.publisher.token)
         arguments = self.name, key, self._generation, step, deadline.left_s()
         order: WriteOrder = self._catalogue.call("begin", *arguments, deadline=deadline)
         if order.stored is not None:
@@ -245,19 +243,8 @@ class Publisher:
         return order
 
     def _register(self, deadline: Deadline) -> None:
-        registration = RankRegistration(
-            self.rank,
-            self.world,
-            self._layout,
-            self._tensors.same,
-            self._key,
-            self._keep,
-            self._delta,
-            self._trainer,
-            self._start,
-        )
-        arguments = self.name, registration, self._max_lag
-        self._start = self._catalogue.call("register", *arguments, deadline=deadline)
+        start = self._catalogue.call("register", self.name, self._registration, self._max_lag, deadline=deadline)
+        self._registration = self._registration._replace(start=start)
 
     def _look_at_tensors(self) -> None:
         """Find the tensors anew, before a version is begun. WeightsLayoutError if they are others."""
@@ -271,15 +258,14 @@ class Publisher:
     def _slot(self, place: SlotPlace) -> _WriteSlot:
         """Return a slot; mapped once, so that its pages stay warm."""
         assert self._stored is not None
-        if len(self._slots) == self._keep and place.path not in self._slots:
+        if len(self._slots) == self._registration.keep and place.path not in self._slots:
             self._forget_slots()  # a keeper has died
         if place.path not in self._slots:
             slot = OpenSlot(place.path, place.ranks, private=False)
             tensors = self._tensors.distinct()
             if any(tensor.is_cuda for tensor in tensors.values()):
                 lock_pages(slot.memory(), slot)
-            regions = written_regions(self._stored, self.rank, self._layout)
-            rooms = boxes_to_write(self._stored, self.rank, slot.memory())
-            copy = PreparedCopy(regions, tensors, rooms, to_slot=True)
-            self._slots[place.path] = _WriteSlot(slot, copy, sum(room.nbytes for room in rooms))
+            regions, places = writes_of(self._stored, self.rank, self._registration.layout, slot.memory())
+            copy = PreparedCopy(regions, tensors, places, to_slot=True)
+            self._slots[place.path] = _WriteSlot(slot, copy, sum(each.nbytes for each in places))
         return self._slots[place.path]

@@ -18,28 +18,26 @@ from torch.nn import Module
 from raylane.core.deadline import Cancelled, Deadline
 from raylane.errors import WeightsError, WeightsInvalidError, WeightsLostError, WeightsTimeoutError
 from raylane.transport.link.endpoint import endpoint
-from raylane.weights.answers import GenerationKey, VersionOffer
-from raylane.weights.arguments import check_name, whole_number
-from raylane.weights.client import CatalogueClient, cancellable, locked
-from raylane.weights.devices import PreparedCopy
-from raylane.weights.mapping import Mapping, layout_of_record
-from raylane.weights.plan import Plan, make_plans
-from raylane.weights.readers import NO_VERSION, VersionKey, key_of_reader
-from raylane.weights.recording import Record
-from raylane.weights.slots import POLL_S, OpenSlot, StaleSlot
-from raylane.weights.sources import Sources
-from raylane.weights.tensors import (
+from raylane.weights.layout.boxes import View
+from raylane.weights.layout.mapping import Mapping, layout_of_record
+from raylane.weights.layout.plan import Plan, make_plans
+from raylane.weights.layout.recording import Record
+from raylane.weights.memory.devices import PreparedCopy
+from raylane.weights.memory.slots import POLL_S, OpenSlot, StaleSlot
+from raylane.weights.memory.sources import Sources
+from raylane.weights.memory.tensors import (
     NamedTensors,
     Places,
     Regions,
-    StridedRegion,
-    flat,
+    inner_of,
     layout_of,
-    local,
     mapped_regions,
     refuse_training,
     target_regions,
 )
+from raylane.weights.service.answers import GenerationKey, VersionOffer
+from raylane.weights.service.client import CatalogueClient, cancellable, check_name, locked, whole_number
+from raylane.weights.state.readers import NO_VERSION, VersionKey, key_of_reader
 
 APPLY = ("copy", "swap", "map")
 MOST_COPIES = 8
@@ -143,8 +141,6 @@ class Subscriber:
         """Number of updates that the catalogue was told of."""
         self._plan: Plan | None = None
         self._generation: GenerationKey | None = None
-        self._chunks: dict[str, list[int]] = {}
-        """Chunks that the plan needs of each part of another host."""
         self._sources = Sources(private=apply == "map")
         self._memory: tuple[list[Any], ...] = ()
         """Memory for which the copies of `_sources` are prepared."""
@@ -349,7 +345,6 @@ class Subscriber:
             self._record = self._mapping.recorded(offer.stored, self._tensors.distinct(), subset=self._subset)
             (self._plan,) = make_plans(offer.stored, [layout_of_record(self._record, offer.stored)], subset=True)
             self._regions = mapped_regions(self._plan, self._record)
-        self._chunks.clear()
         self._sources.forget_views()
         self._generation = offer.generation
 
@@ -427,12 +422,7 @@ class Subscriber:
         assert self._plan is not None
         needed = self._plan.bytes_by_host
         paths = {self._key.host: offer.path} if offer.path is not None and self._key.host in needed else {}
-        wanted = {}
-        for part in needed:
-            if part not in paths:
-                if part not in self._chunks:
-                    self._chunks[part] = self._plan.chunks(part)
-                wanted[part] = self._chunks[part]
+        wanted = {part: self._plan.chunks(part) for part in needed if part not in paths}
         if wanted:
             arguments = self.name, offer.number, self._key.host, wanted, deadline.left_s()
             copied = self._catalogue.call("copy", *arguments, deadline=deadline)
@@ -471,29 +461,24 @@ class Subscriber:
 
     def _fill_constants(self, tensors: dict[str, torch.Tensor]) -> None:
         """Write what a mapped loader fills with one value, as the padding of a vocabulary."""
-        for name, (size, strides, offset), value in () if self._record is None else self._record.constants:
+        for name, view, value in () if self._record is None else self._record.constants:
             with torch.no_grad():
-                StridedRegion(name, size, strides, offset).of(local(tensors[name])).fill_(value)
+                view.of(inner_of(tensors[name])).fill_(value)
 
     def _prepare(self, paths: dict[str, str], tensors: dict[str, torch.Tensor]) -> PreparedCopy:
         assert self._plan is not None
-        pieces = flat(self._sources.pieces(self._plan, paths))
-        return PreparedCopy(self._regions, tensors, pieces, to_slot=False)
+        return PreparedCopy(self._regions, tensors, self._sources.pieces(self._plan, paths), to_slot=False)
 
-    def _map(self, pieces: list[list[torch.Tensor]]) -> None:
+    def _map(self, pieces: list[torch.Tensor]) -> None:
         """Let the tensors lie in the memory of a version."""
-        assert self._plan is not None
         tensors = self._tensors.distinct()
         stored_of: dict[str, list[torch.Tensor]] = {}
-        if self._record is None:
-            stored_of = {each.name: stored for each, stored in zip(self._plan.pieces, pieces, strict=True)}
-        else:
-            for each, view in zip(self._regions, flat(pieces), strict=True):
-                if isinstance(each, StridedRegion) and each.strides != view.stride():
-                    raise WeightsError(f"{each.name!r} cannot be mapped: it is stored transposed. Use apply='copy'")
-                stored_of.setdefault(each.name, []).append(view)
+        for (name, place), view in zip(self._regions, pieces, strict=True):
+            if isinstance(place, View) and place.strides != view.stride():
+                raise WeightsError(f"{name!r} cannot be mapped: it is stored transposed. Use apply='copy'")
+            stored_of.setdefault(name, []).append(view)
         for name, stored in stored_of.items():
-            target, view = local(tensors[name]), stored[0]
+            target, view = inner_of(tensors[name]), stored[0]
             if target.is_cuda:
                 raise WeightsError(f"{name!r} is on {target.device}, where nothing can be mapped. Use apply='copy'")
             if len(stored) > 1 or view.dtype != target.dtype or view.shape != target.shape:

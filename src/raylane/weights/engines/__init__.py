@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.nn import Module
 
-from raylane.weights.mapping import Mapping
+from raylane.weights.layout.mapping import Mapping
 
 _HINTS = {
     "mapping": ": vLLM's own loader says it",

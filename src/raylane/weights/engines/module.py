@@ -20,9 +20,9 @@ from torch.nn import Module
 
 from raylane.core.deadline import Deadline
 from raylane.errors import WeightsError, WeightsTimeoutError
-from raylane.weights.client import cancellable, locked
 from raylane.weights.engines.attachment import EngineUpdate, check_pause
-from raylane.weights.mapping import Mapping
+from raylane.weights.layout.mapping import Mapping
+from raylane.weights.service.client import cancellable, locked
 from raylane.weights.subscriber import Subscriber
 
 

@@ -17,8 +17,8 @@ from vllm.lora.request import LoRARequest
 from raylane.core.listing import listed
 from raylane.errors import WeightsError, WeightsLayoutError
 from raylane.weights.engines.vllm_worker import WorkerReader, worker_subscriber
-from raylane.weights.mapping import Mapping
-from raylane.weights.tensors import PublishedTensors
+from raylane.weights.layout.mapping import Mapping
+from raylane.weights.memory.tensors import PublishedTensors
 
 SCHEME = "raylane://"
 """Beginning of the path in a request for a version."""
@@ -146,16 +146,15 @@ class AdapterReader(WorkerReader):
             raise
         return result
 
-    def keep(self, options: dict[str, Any]) -> dict[str, Any]:
+    def keep(self, options: dict[str, Any]) -> None:
         """Forget all versions but those of the paths in `options`."""
         for path in self._ids.keys() - options["paths"]:
             self._forget(path)
-        return {}
 
-    def close(self, options: dict[str, Any]) -> dict[str, Any]:
+    def close(self, options: dict[str, Any]) -> None:
         """Leave, and forget all versions."""
         self.keep({"paths": []})
-        return super().close(options)
+        super().close(options)
 
     def _forget(self, path: str) -> None:
         del self._store.adapters[path]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Coroutine
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import ray
 
@@ -20,18 +20,8 @@ POLL_S = 0.005
 """Seconds between two looks whether the workers have prepared a version."""
 
 
-class _Calls(Protocol):
-    """Calls of an engine that an update makes."""
-
-    async def workers(self, method: str, options: dict[str, Any]) -> list[dict[str, Any]]: ...
-    async def pause(self, mode: str, *, clear_cache: bool) -> None: ...
-    async def set_version(self, version: int) -> None: ...
-    async def resume(self) -> None: ...
-    async def sleep(self, seconds: float) -> None: ...
-
-
 class _LlmCalls:
-    """Calls of an `LLM`: they block, so requests are under way only if the user has queued them."""
+    """Calls of an `LLM` in an update: they block, so requests are under way only if the user has queued them."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -61,7 +51,7 @@ class _LlmCalls:
 
 
 class _AsyncCalls:
-    """Calls of an `AsyncLLM`."""
+    """The same calls of an `AsyncLLM`."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -97,7 +87,7 @@ class VllmReaders:
         self.name, self.version = name, 0
         self._timeout, self._reader = timeout, reader
         self._is_async = hasattr(engine, "pause_generation")
-        self._calls: _Calls = _AsyncCalls(engine) if self._is_async else _LlmCalls(engine)
+        self._calls: _AsyncCalls | _LlmCalls = _AsyncCalls(engine) if self._is_async else _LlmCalls(engine)
         self._attached = False
         self._pending_life = ""
         """Life of the name to which the version belongs that the workers have prepared last."""

@@ -40,7 +40,6 @@ def answer(worker: Any, method: str, options: dict[str, Any]) -> dict[str, Any]:
         reader = readers.get(key)
         if reader is None:
             raise WeightsError("this worker was started again and has no reader. Attach the engine again")
-        result: dict[str, Any] = getattr(reader, method)(options)
-        return result
+        return getattr(reader, method)(options) or {}
     except Exception as error:
         return {"error": type(error).__name__, "message": str(error)}

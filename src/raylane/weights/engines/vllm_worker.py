@@ -20,9 +20,9 @@ from torch.nn import Module, Parameter
 
 from raylane import errors
 from raylane.errors import WeightsError, WeightsLayoutError
-from raylane.weights.mapping import Mapping
+from raylane.weights.layout.mapping import Mapping
+from raylane.weights.memory.tensors import NamedTensors, new_memory_like
 from raylane.weights.subscriber import Subscriber
-from raylane.weights.tensors import NamedTensors, new_memory_like
 
 NOT_EXCHANGED = ("_parameters", "_buffers", "_modules")
 """Attributes of a module that are exchanged entry by entry, or not at all."""
@@ -136,11 +136,7 @@ def _blank_model(vllm_config: Any) -> Module:
     config.compilation_config = copy.copy(vllm_config.compilation_config)
     config.compilation_config.static_forward_context = {}  # its layers register themselves there
     config.compilation_config.static_all_moe_layers = []
-    with (
-        set_default_torch_dtype(config.model_config.dtype),
-        torch.device("meta"),
-        set_current_vllm_config(config),
-    ):
+    with set_default_torch_dtype(config.model_config.dtype), torch.device("meta"), set_current_vllm_config(config):
         model: Module = initialize_model(config)
     return model
 
@@ -196,11 +192,10 @@ class WorkerReader:
         self._step = 0
         """Step of the version in the model."""
 
-    def prepare(self, options: dict[str, Any]) -> dict[str, Any]:
+    def prepare(self, options: dict[str, Any]) -> None:
         """Begin to bring a version from number `version` on to this worker, beside the engine's steps."""
         before = None if self._preparation is None else self._preparation.thread
         self._preparation = _Preparation(self._subscriber, options, before)
-        return {}
 
     def prepared(self, _: dict[str, Any]) -> dict[str, Any]:
         """Return the number of the version that is ready; None if it is not."""
@@ -220,15 +215,13 @@ class WorkerReader:
         self._step = update.step
         return {"version": update.version, "step": update.step, "changed": update.changed, "nbytes": update.nbytes}
 
-    def invalidate(self, _: dict[str, Any]) -> dict[str, Any]:
+    def invalidate(self, _: dict[str, Any]) -> None:
         """Note that the model lost its weights: the next version is loaded, also if it is the same one."""
         self._subscriber.invalidate()
-        return {}
 
-    def close(self, _: dict[str, Any]) -> dict[str, Any]:
+    def close(self, _: dict[str, Any]) -> None:
         """Leave; the model keeps its weights."""
         self._subscriber.close()
-        return {}
 
 
 def raise_error(answers: list[dict[str, Any]]) -> None:

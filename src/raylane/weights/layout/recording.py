@@ -15,6 +15,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -23,17 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from raylane.core.listing import listed
 from raylane.errors import WeightsLayoutError
-from raylane.weights.layout import StoredLayout, have_overlap
-from raylane.weights.plan import SCALED
-from raylane.weights.regions import (
-    TargetRegion,
-    View,
-    ViewPiece,
-    boxes_in_target,
-    contiguous_strides,
-    pieces_of_view,
-    regions_of,
-)
+from raylane.weights.layout.boxes import StoredLayout, View, have_overlap
+from raylane.weights.layout.plan import SCALED
+from raylane.weights.layout.regions import ViewPiece, contiguous_strides, pieces_of_view, regions_of, runs
 
 _aten = torch.ops.aten
 VIEWS = {
@@ -66,6 +59,8 @@ COPIES = {_aten.clone.default, _aten._to_copy.default, _aten.contiguous.default}
 """Operations whose result has the elements of their argument in memory of its own."""
 NEW = {_aten.empty_like.default, _aten.new_empty.default, _aten.new_empty_strided.default}
 """Operations that make a tensor of which every element is still to be written."""
+JOINS = {_aten.cat.default, _aten.stack.default}
+"""Operations whose result has the elements of all tensors in a list."""
 FILLS = {_aten.fill_.Scalar, _aten.zero_.default}
 """Operations that give a region of the reader's tensors one value."""
 ALLOWED = "views (slices, narrow, view, transpose, permute, expand), clone, to, cat, stack, copy_"
@@ -77,13 +72,13 @@ EXACT = {
     (torch.float32, torch.float64),
 }
 """Conversions that lose nothing."""
-OWN_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+OWN_FOLDER = str(Path(__file__).resolve().parents[2])
 TORCH_FOLDER = os.path.dirname(os.path.abspath(torch.__file__))
 TensorStream = Iterable[tuple[str, torch.Tensor]]
 
 
 class Constant(NamedTuple):
-    """TargetRegion of a reader's tensor that the loader fills with one value, as the padding of a vocabulary."""
+    """Region of a reader's tensor that the loader fills with one value, as the padding of a vocabulary."""
 
     target: str
     view: View
@@ -93,12 +88,13 @@ class Constant(NamedTuple):
 class Record(NamedTuple):
     """Record of a loader: regions by published name, and constants."""
 
-    regions: dict[str, tuple[TargetRegion, ...]]
+    regions: dict[str, tuple[ViewPiece, ...]]
+    """Boxes of each published tensor, and the views of the reader's tensors into which they are written."""
     constants: tuple[Constant, ...]
 
     def targets(self) -> list[str]:
         """Return the names of the reader's tensors into which something is written."""
-        names = [region.target for regions in self.regions.values() for region in regions]
+        names = [region.name for regions in self.regions.values() for region in regions]
         return list(dict.fromkeys([*names, *(constant.target for constant in self.constants)]))
 
 
@@ -142,11 +138,6 @@ class RecordedTensor(torch.Tensor):
     def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
         return f"RecordedTensor(shape={tuple(self.shape)}, dtype={self.dtype}, of={self.sources()})"
 
-    @property
-    def view_of_node(self) -> View:
-        """Size, strides and offset in the node."""
-        return _view(self.meta_view)
-
     def sources(self) -> list[str]:
         """Return the published tensors that are in the node."""
         return list(dict.fromkeys(piece.name for piece in self.node.pieces))
@@ -167,7 +158,7 @@ class LoadRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.failure: WeightsLayoutError | None = None
         """The first refused operation: some loaders catch all errors."""
-        self._regions: defaultdict[str, list[TargetRegion]] = defaultdict(list)
+        self._regions: defaultdict[str, list[ViewPiece]] = defaultdict(list)
         self._constants: list[Constant] = []
         self._published = published
         self._targets = targets
@@ -217,33 +208,29 @@ class LoadRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func in NEW:
             out = func(first.meta_view, *args[1:], **{**kwargs, "device": "meta"})
             return self._wrap(torch.empty(out.shape, dtype=out.dtype, device="meta"), [], (out.dtype,))
-        if func is _aten.cat.default and len(recorded) == len(args[0]):
-            return self._joined(recorded, kwargs.get("dim", args[1] if len(args) > 1 else 0), func, new_dim=False)
-        if func is _aten.stack.default and len(recorded) == len(args[0]):
-            return self._joined(recorded, kwargs.get("dim", args[1] if len(args) > 1 else 0), func, new_dim=True)
+        if func in JOINS and len(recorded) == len(args[0]):
+            return self._joined(recorded, kwargs.get("dim", args[1] if len(args) > 1 else 0), func)
         if func is _aten.copy_.default and isinstance(args[1], RecordedTensor):
             self._write(args[0], args[1], func)
             return args[0]
         raise self._refusal(func, recorded)
 
     def _pieces(self, tensor: RecordedTensor) -> list[ViewPiece]:
-        return pieces_of_view(tensor.node.shape, tensor.node.pieces, tensor.view_of_node)
+        return pieces_of_view(tensor.node.shape, tensor.node.pieces, _view(tensor.meta_view))
 
-    def _joined(self, parts: list[RecordedTensor], dim: int, func: Any, *, new_dim: bool) -> RecordedTensor:
+    def _joined(self, parts: list[RecordedTensor], dim: int, func: Any) -> RecordedTensor:
         """Return the concatenation of tensors, or their stack along a new dimension."""
         if len({part.casts for part in parts}) > 1:
             raise self._refusal(func, parts, "joins tensors of several dtypes")
-        join = torch.stack if new_dim else torch.cat
-        inner: torch.Tensor = join([part.meta_view for part in parts], dim)
+        views = [part.meta_view for part in parts]
+        if func is _aten.stack.default:
+            views = [view.unsqueeze(dim) for view in views]
+        inner = torch.cat(views, dim)
         dim, begin, pieces = dim % inner.dim(), 0, []
-        for part in parts:
-            for start, name, (size, strides, offset) in self._pieces(part):
-                if new_dim:
-                    start, size = (*start[:dim], 0, *start[dim:]), (*size[:dim], 1, *size[dim:])
-                    strides = (*strides[:dim], 0, *strides[dim:])
-                moved = (*start[:dim], start[dim] + begin, *start[dim + 1 :])
-                pieces.append(ViewPiece(moved, name, View(size, strides, offset)))
-            begin += 1 if new_dim else part.shape[dim]
+        for part, view in zip(parts, views, strict=True):
+            for start, name, elements in pieces_of_view(part.node.shape, part.node.pieces, _view(view)):
+                pieces.append(ViewPiece((*start[:dim], start[dim] + begin, *start[dim + 1 :]), name, elements))
+            begin += view.shape[dim]
         return self._wrap(inner.contiguous(), pieces, parts[0].casts)
 
     def _write(self, into: torch.Tensor, source: RecordedTensor, func: Any) -> None:
@@ -253,7 +240,7 @@ class LoadRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         source = RecordedTensor(expanded, source.node, self, source.casts)
         if isinstance(into, RecordedTensor):
             if into.meta_view.is_contiguous() and into.meta_view.numel() == torch.Size(into.node.shape).numel():
-                into.node.pieces[:] = [ViewPiece(start, name, view) for start, name, view in self._pieces(source)]
+                into.node.pieces[:] = self._pieces(source)
                 into.casts = source.casts if source.casts[-1] == into.dtype else (*source.casts, into.dtype)
                 return
             raise self._refusal(func, [source])
@@ -321,9 +308,9 @@ class LoadRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         if self.failure is not None:
             raise self.failure
-        by_target: defaultdict[str, list[TargetRegion]] = defaultdict(list)
+        by_target: defaultdict[str, list[ViewPiece]] = defaultdict(list)
         for region in (region for regions in self._regions.values() for region in regions):
-            by_target[region.target].append(region)
+            by_target[region.name].append(region)
         filled: defaultdict[str, int] = defaultdict(int)
         for constant in self._constants:
             filled[constant.target] += torch.Size(constant.view.size).numel()
@@ -341,17 +328,15 @@ class LoadRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._check_coverage(name, regions, filled[name])
         return Record({name: tuple(regions) for name, regions in self._regions.items()}, tuple(self._constants))
 
-    def _check_coverage(self, name: str, regions: list[TargetRegion], filled: int) -> None:
+    def _check_coverage(self, name: str, regions: list[ViewPiece], filled: int) -> None:
         """Refuse a tensor of the reader of which elements are written twice or not at all."""
         target = self._targets[name]
         written, total = sum(region.box.elements for region in regions), target.numel()
-        boxes = [box for region in regions for box in boxes_in_target(region, tuple(target.shape))]
+        boxes = [run.box for region in regions for run in runs(tuple(target.shape), region.view)]
         # Counting finds gaps; only boxes find two sources for one element.
         twice = target.is_contiguous() and len(boxes) > 1 and have_overlap(boxes)
         if twice or written + filled != total:
-            sources = [
-                source for source, all_of in self._regions.items() if any(each.target == name for each in all_of)
-            ]
+            sources = [source for source, all_of in self._regions.items() if any(each.name == name for each in all_of)]
             raise WeightsLayoutError(
                 f"the loader writes {written + filled} of the {total} elements of {name!r}{', some twice,' * twice} "
                 f"from {listed(sources)}. Each element must be written once"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from raylane.weights.layout import StoredLayout
-from raylane.weights.readers import VersionKey
-from raylane.weights.slots import SlotPlace
+from raylane.weights.layout.boxes import StoredLayout
+from raylane.weights.memory.slots import SlotPlace
+from raylane.weights.state.readers import VersionKey
 
 GenerationKey = tuple[str, int]
 """Generation in messages: the life of the name, and a number."""

@@ -18,8 +18,7 @@ import numpy as np
 
 from raylane.core.listing import listed
 from raylane.errors import WeightsLayoutError
-from raylane.weights.layout import HeldBox, Layout, StoredLayout
-from raylane.weights.spread import chunk_bytes
+from raylane.weights.layout.boxes import Box, HeldBox, Layout, StoredLayout, chunk_bytes
 
 FLOATS = ("float", "bfloat")
 """Beginnings of the names of dtypes that are converted to each other."""
@@ -30,37 +29,28 @@ WRAPPER_PARTS = ("_orig_mod", "module", "_checkpoint_wrapped_module", "_fsdp_wra
 """Parts of names that torch's wrappers of modules add."""
 
 
-class BoxPiece(NamedTuple):
-    """A region that one stored box and one tensor of the reader have in common."""
-
-    box: int
-    """Number of the stored box in its tensor."""
-    source: tuple[int, ...]
-    """First element in the stored box."""
-    target: tuple[int, ...]
-    """First element in the reader's tensor."""
-    size: tuple[int, ...]
-    held: int
-    """Number of the box of the reader in which it lies."""
-
-
 class TensorPieces(NamedTuple):
-    """All pieces of one tensor of a reader. Arrays, because a plan may have millions; one row for each piece."""
+    """All pieces of one tensor of a reader: what a stored box and a box of the reader have in common.
+
+    Arrays, because a plan may have millions; one row for each piece.
+    """
 
     name: str
     boxes: np.ndarray[Any, Any]
-    """[pieces]"""
+    """[pieces] Number of the stored box in its tensor."""
     sources: np.ndarray[Any, Any]
-    """[pieces, dimensions], as are the next two."""
+    """[pieces, dimensions] First element in the stored box."""
     targets: np.ndarray[Any, Any]
+    """[pieces, dimensions] First element in the reader's tensor."""
     sizes: np.ndarray[Any, Any]
+    """[pieces, dimensions]"""
     held: np.ndarray[Any, Any]
-    """[pieces]"""
+    """[pieces] Number of the box of the reader."""
 
-    def rows(self) -> Iterator[BoxPiece]:
-        """Yield the pieces one by one."""
+    def rows(self) -> Iterator[tuple[int, Box, Box, int]]:
+        """Yield number of the stored box, box in it, box in the reader's tensor, number of the reader's box."""
         for box, source, target, size, held in zip(*(array.tolist() for array in self[1:]), strict=True):
-            yield BoxPiece(box, tuple(source), tuple(target), tuple(size), held)
+            yield box, Box(tuple(source), tuple(size)), Box(tuple(target), tuple(size)), held
 
 
 class Plan(msgspec.Struct, frozen=True, dict=True):
@@ -85,20 +75,23 @@ class Plan(msgspec.Struct, frozen=True, dict=True):
         return sum(self.bytes_by_host.values())
 
     def chunks(self, host: str) -> list[int]:
-        """Return the numbers of the chunks (see `spread`) that this reader needs of the part of a host."""
-        part = self.stored.hosts.index(host)
-        step = chunk_bytes(self.stored.nbytes[part])
-        needed: set[int] = set()
+        """Return the numbers of the chunks (see `chunk_bytes`) that this reader needs of the part of a host."""
+        return self._chunks_by_host[host]
+
+    @functools.cached_property
+    def _chunks_by_host(self) -> dict[str, list[int]]:
+        needed: dict[str, set[int]] = {host: set() for host in self.stored.hosts}
+        steps = [chunk_bytes(nbytes) for nbytes in self.stored.nbytes]
         for pieces in self.pieces:
             tensor = self.stored.tensor(pieces.name)
             for number, start, size in zip(pieces.boxes.tolist(), pieces.sources, pieces.sizes, strict=True):
-                box = tensor.boxes[number]
-                if box.part == part:
-                    strides = np.cumprod([1, *box.box.size[:0:-1]])[::-1][: len(start)]
-                    first = box.offset + int(start @ strides) * tensor.itemsize
-                    last = box.offset + int((start + size - 1) @ strides) * tensor.itemsize
-                    needed.update(range(first // step, (last + tensor.itemsize - 1) // step + 1))
-        return sorted(needed)
+                part, offset, box, _ = tensor.boxes[number]
+                strides = np.cumprod([1, *box.size[:0:-1]])[::-1][: len(start)]
+                first = offset + int(start @ strides) * tensor.itemsize
+                last = offset + int((start + size - 1) @ strides) * tensor.itemsize
+                chunks = range(first // steps[part], (last + tensor.itemsize - 1) // steps[part] + 1)
+                needed[self.stored.hosts[part]].update(chunks)
+        return {host: sorted(chunks) for host, chunks in needed.items()}
 
     def __str__(self) -> str:
         count = sum(len(pieces.boxes) for pieces in self.pieces)

@@ -16,18 +16,26 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from raylane.errors import WeightsLayoutError
 
+# Only for annotations: the actors import this module, and need no torch.
+if TYPE_CHECKING:
+    import torch
+
 ALIGNMENT = 64
 """Boxes are stored at multiples of this many bytes: a cache line, and enough for every dtype."""
+MOST_CHUNKS = 64
+"""Number of chunks of a large part: what readers that need little of it fetch for nothing is less than two of them."""
+LEAST_BYTES = 4 << 20
+"""Size of a chunk of a small part: below it a call costs more than its bytes."""
 
 
 class Box(NamedTuple):
-    """Region of a whole tensor, in elements."""
+    """Region of a tensor, in elements."""
 
     start: tuple[int, ...]
     size: tuple[int, ...]
@@ -36,6 +44,41 @@ class Box(NamedTuple):
     def elements(self) -> int:
         """Number of elements."""
         return math.prod(self.size)
+
+    def common(self, other: Box) -> Box | None:
+        """Return the region that two boxes have in common; None if there is none."""
+        start = tuple(map(max, self.start, other.start))
+        stops = [min(a + size_a, b + size_b) for a, size_a, b, size_b in zip(*self, *other, strict=True)]
+        size = tuple(stop - first for first, stop in zip(start, stops, strict=True))
+        return Box(start, size) if all(length > 0 for length in size) else None
+
+    def within(self, other: Box) -> Box:
+        """Return the same region with its start counted from that of another one."""
+        return Box(tuple(mine - its for mine, its in zip(self.start, other.start, strict=True)), self.size)
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the region of a tensor, without a copy."""
+        for dim, (first, length) in enumerate(zip(self.start, self.size, strict=True)):
+            if length != tensor.shape[dim]:
+                tensor = tensor.narrow(dim, first, length)
+        return tensor
+
+
+class View(NamedTuple):
+    """Region of the memory of a tensor, in elements."""
+
+    size: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    """First element, counted from that of the tensor."""
+
+    def at(self, index: Sequence[int]) -> int:
+        """Return the offset of the element at an index."""
+        return self.offset + sum(number * stride for number, stride in zip(index, self.strides, strict=True))
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the region in the memory of a tensor, without a copy."""
+        return tensor.as_strided(self.size, self.strides, int(tensor.storage_offset()) + self.offset)
 
 
 class HeldBox(NamedTuple):
@@ -68,25 +111,17 @@ class StoredBox(NamedTuple):
     offset: int
     """First byte in the part."""
     box: Box
-
-
-class WrittenBox(NamedTuple):
-    """Box that a rank writes into a stored one."""
-
-    rank: int
-    stored: int
-    """Number of the stored box in its tensor."""
-    box: Box
+    writes: tuple[tuple[int, Box], ...]
+    """Ranks that write it, each with the box of the tensor that it writes. Together they are all of it, once."""
 
 
 class StoredTensor(msgspec.Struct, frozen=True):
-    """One published tensor. Its stored boxes are the whole tensor, without overlap, and so are the written ones."""
+    """One published tensor. Its stored boxes are the whole tensor, without overlap."""
 
     shape: tuple[int, ...]
     dtype: str
     itemsize: int
     boxes: tuple[StoredBox, ...]
-    writes: tuple[WrittenBox, ...]
 
 
 class StoredLayout(msgspec.Struct, frozen=True):
@@ -107,6 +142,12 @@ class StoredLayout(msgspec.Struct, frozen=True):
     def tensor(self, name: str) -> StoredTensor:
         """Return the stored tensor of this name, which may be a further one."""
         return self.tensors[self.name_of(name)]
+
+
+def chunk_bytes(part_bytes: int) -> int:
+    """Return the size of the chunks in which a part is copied to other hosts; the last one may be smaller."""
+    size = max(LEAST_BYTES, -(-part_bytes // MOST_CHUNKS))
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 class Division(NamedTuple):
@@ -231,21 +272,22 @@ class _Rooms:
         parts = set(range(len(self.hosts)))
         for ranks in holders.values():
             parts &= {self._part_of[rank] for rank in ranks}
-        stored, writes = [], []
+        stored = []
         if parts and holders:
             # The emptiest one: parts of about equal size are copied to other hosts in about equal time.
             part = min(parts, key=lambda part: self.nbytes[part])
-            stored.append(self._room(part, Box((0,) * len(tensor.shape), tensor.shape), tensor.itemsize))
+            writes = []
             for box, ranks in holders.items():
                 writer = self._writer([rank for rank in ranks if self._part_of[rank] == part], box, tensor.itemsize)
-                writes.append(WrittenBox(writer, 0, box))
+                writes.append((writer, box))
+            whole = Box((0,) * len(tensor.shape), tensor.shape)
+            stored.append(self._room(part, whole, tensor.itemsize, writes))
         else:
             # No host has all of it: each box lies on the host of the rank that writes it.
-            for number, (box, ranks) in enumerate(holders.items()):
+            for box, ranks in holders.items():
                 writer = self._writer(ranks, box, tensor.itemsize)
-                stored.append(self._room(self._part_of[writer], box, tensor.itemsize))
-                writes.append(WrittenBox(writer, number, box))
-        return StoredTensor(tensor.shape, tensor.dtype, tensor.itemsize, tuple(stored), tuple(writes))
+                stored.append(self._room(self._part_of[writer], box, tensor.itemsize, [(writer, box)]))
+        return StoredTensor(tensor.shape, tensor.dtype, tensor.itemsize, tuple(stored))
 
     def _writer(self, ranks: Sequence[int], box: Box, itemsize: int) -> int:
         # In order of ranks where they are equal, so that all ranks find the same writer without asking each other.
@@ -253,11 +295,11 @@ class _Rooms:
         self._written[writer] += box.elements * itemsize
         return writer
 
-    def _room(self, part: int, box: Box, itemsize: int) -> StoredBox:
+    def _room(self, part: int, box: Box, itemsize: int, writes: Iterable[tuple[int, Box]]) -> StoredBox:
         # Aligned for every dtype, and for readers that map tensors.
         offset = self.nbytes[part]
         self.nbytes[part] += -(-box.elements * itemsize // ALIGNMENT) * ALIGNMENT
-        return StoredBox(part, offset, box)
+        return StoredBox(part, offset, box, tuple(writes))
 
 
 def have_overlap(boxes: Sequence[Box]) -> bool:

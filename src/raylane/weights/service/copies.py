@@ -10,10 +10,10 @@ from typing import Any
 import ray
 
 from raylane.errors import WeightsTimeoutError
-from raylane.weights.keeper import SILENCE_S, Fetch, Turn
-from raylane.weights.ledger import Version
-from raylane.weights.patches import SlotVersion
-from raylane.weights.spread import Spread, Transfer
+from raylane.weights.chunks.patches import SlotVersion
+from raylane.weights.chunks.spread import Spread, Transfer
+from raylane.weights.service.keeper import SILENCE_S, Fetch, Turn
+from raylane.weights.state.ledger import Version
 
 ASK_S = 5.0
 """Seconds after which a keeper that still works on a call is asked for another answer, and again."""

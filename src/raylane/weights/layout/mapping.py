@@ -16,8 +16,8 @@ import torch
 
 from raylane.core.listing import listed
 from raylane.errors import WeightsLayoutError
-from raylane.weights.layout import Box, HeldBox, StoredLayout, TensorLayout
-from raylane.weights.recording import LoadRecorder, Record, TensorStream, record
+from raylane.weights.layout.boxes import HeldBox, StoredLayout, TensorLayout
+from raylane.weights.layout.recording import LoadRecorder, Record, TensorStream, record
 
 Tensors = dict[str, torch.Tensor]
 
@@ -61,13 +61,18 @@ class Mapping:
 
     def rename(self, pattern: str, replacement: str) -> Mapping:
         """Replace what a regular expression finds in each name (`re.sub`)."""
-        compiled = re.compile(pattern)
+        compiled, text = re.compile(pattern), f"rename({pattern!r}, {replacement!r})"
 
         def apply(tensors: Tensors) -> Tensors:
-            renamed = [(compiled.sub(replacement, name), tensor) for name, tensor in tensors.items()]
-            return _distinct(renamed, f"rename({pattern!r}, {replacement!r})")
+            renamed: Tensors = {}
+            for name, tensor in tensors.items():
+                new = compiled.sub(replacement, name)
+                if new in renamed:
+                    raise WeightsLayoutError(f"{text} gives several tensors the name {new!r}")
+                renamed[new] = tensor
+            return renamed
 
-        return self._with(f"rename({pattern!r}, {replacement!r})", apply)
+        return self._with(text, apply)
 
     def prefix(self, prefix: str) -> Mapping:
         """Put a prefix before each name."""
@@ -190,7 +195,7 @@ def layout_of_record(recorded: Record, stored: StoredLayout) -> dict[str, Tensor
     layout = {}
     for name, regions in recorded.regions.items():
         published = stored.tensors[name]
-        held = tuple(HeldBox(Box(*region.box), (0,) * len(published.shape)) for region in regions)
+        held = tuple(HeldBox(region.box, (0,) * len(published.shape)) for region in regions)
         layout[name] = TensorLayout(published.shape, published.dtype, published.itemsize, held)
     return layout
 
@@ -201,13 +206,3 @@ def _part_of_name(part: str) -> re.Pattern[str]:
 
 def _replaced(pattern: re.Pattern[str], part: str, name: str) -> str:
     return pattern.sub(lambda _: part, name)
-
-
-def _distinct(pairs: Sequence[tuple[str, torch.Tensor]], rule: str) -> Tensors:
-    """Return tensors by name. WeightsLayoutError if a rule gives two of them the same name."""
-    tensors: Tensors = {}
-    for name, tensor in pairs:
-        if name in tensors:
-            raise WeightsLayoutError(f"{rule} gives several tensors the name {name!r}")
-        tensors[name] = tensor
-    return tensors

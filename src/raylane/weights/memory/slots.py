@@ -5,7 +5,7 @@ drops when a process dies, so a dead reader holds nothing:
 
     0      page of the segment: at its end the key, at its begin 1 when the name was dropped
     4096   one word for each rank of the host: the number of the version that it has written, or 0 while it writes
-    ...    the boxes of the host's part, as `layout.store` has placed them
+    ...    the boxes of the host's part, as `layout.boxes.store` has placed them
 
     rank                                        reader
     lock its own word for writing,              lock the whole file for reading,

@@ -19,7 +19,7 @@ import struct
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from raylane.weights.layout import StoredLayout
+from raylane.weights.layout.boxes import StoredLayout
 
 # Catalogues import this module and need no NumPy: functions that use it load it.
 if TYPE_CHECKING:

@@ -25,10 +25,19 @@ from dataclasses import dataclass, field
 
 from raylane.core.state_table import StateTable, unchanged
 from raylane.errors import WeightsError, WeightsLayoutError, WeightsLostError
-from raylane.weights.delta import DeltaOptions, Run, runs_of
-from raylane.weights.layout import Layout, StoredLayout, store
-from raylane.weights.spread import Spread
-from raylane.weights.starts import Decision, RankKey, RankRegistration, Start, StartEvent, StartKey, StartState, decide
+from raylane.weights.chunks.delta import DeltaOptions, Run, runs_of
+from raylane.weights.chunks.spread import Spread
+from raylane.weights.layout.boxes import Layout, StoredLayout, store
+from raylane.weights.state.starts import (
+    Decision,
+    RankKey,
+    RankRegistration,
+    Start,
+    StartEvent,
+    StartKey,
+    StartState,
+    decide,
+)
 
 
 class VersionState(enum.Enum):
@@ -111,10 +120,10 @@ class Generation:
         if host not in self._digests:
             digest, ranks = hashlib.sha256(), self.ranks_of(host)
             for tensor in self.stored.tensors.values():
-                for write in tensor.writes:
-                    if write.rank in ranks:
-                        room = tensor.boxes[write.stored]
-                        digest.update(repr((ranks.index(write.rank), room.offset, room.box, write.box)).encode())
+                for room in tensor.boxes:
+                    for rank, box in room.writes:
+                        if rank in ranks:
+                            digest.update(repr((ranks.index(rank), room.offset, room.box, box)).encode())
             self._digests[host] = digest.hexdigest()
         return self._digests[host]
 
@@ -373,11 +382,8 @@ class Ledger:
         """
         version = next((version for version in self.versions if version.number == number), None)
         if version is None or version.state in (VersionState.SUPERSEDED, VersionState.LOST):
-            why = (
-                "was given up by another rank"
-                if version is None or version.state is VersionState.SUPERSEDED
-                else "is lost"
-            )
+            is_lost = version is not None and version.state is VersionState.LOST
+            why = "is lost" if is_lost else "was given up by another rank"
             raise WeightsLostError(f"version {number} of {self.name!r} {why} while rank {rank} wrote it. Publish again")
         version.done.add(rank)
         if version.state is VersionState.OPEN and not version.missing():

@@ -19,9 +19,8 @@ from raylane.core.deadline import Deadline
 from raylane.core.memory.segment import Segment
 from raylane.core.place import start_ticks
 from raylane.errors import WeightsError, WeightsLostError, WeightsTimeoutError
-from raylane.weights.delta import DeltaOptions, LinkSpeed, Run
-from raylane.weights.leases import WatchedReaders
-from raylane.weights.patches import (
+from raylane.weights.chunks.delta import DeltaOptions, LinkSpeed, Run
+from raylane.weights.chunks.patches import (
     MOST_WAIT_S,
     DeltaRequest,
     OpenVersion,
@@ -32,9 +31,10 @@ from raylane.weights.patches import (
     on_thread,
     restore,
 )
-from raylane.weights.readers import ReaderKey
-from raylane.weights.slots import OpenSlot, StaleSlot, make_slot, mark_dropped, words_of
-from raylane.weights.starts import PublisherKey
+from raylane.weights.memory.slots import OpenSlot, StaleSlot, make_slot, mark_dropped, words_of
+from raylane.weights.service.leases import WatchedReaders
+from raylane.weights.state.readers import ReaderKey
+from raylane.weights.state.starts import PublisherKey
 
 SILENCE_S = 20.0
 """Seconds without an answer after which a keeper counts as stopped, or its host as cut off."""

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from raylane.core.copying import copy_many
-from raylane.weights.tensors import OwnRegion, Regions, StridedRegion, views_of
+from raylane.weights.layout.boxes import Box, View
+from raylane.weights.memory.tensors import Regions, views_of
 
 ROW_BYTES = 1 << 20
 """Longest piece that one thread copies at a time."""
@@ -45,16 +46,11 @@ class PreparedCopy:
     """
 
     def __init__(
-        self,
-        own: Regions,
-        tensors: Mapping[str, torch.Tensor],
-        stored: Sequence[torch.Tensor],
-        *,
-        to_slot: bool,
+        self, own: Regions, tensors: Mapping[str, torch.Tensor], stored: Sequence[torch.Tensor], *, to_slot: bool
     ) -> None:
         """Prepare the copy of regions of tensors to (`to_slot`) or from the same number of regions of a slot."""
         self._to_slot = to_slot
-        self._own: list[OwnRegion | StridedRegion] = []
+        self._own: list[tuple[str, Box | View]] = []
         self._stored: list[torch.Tensor] = []
         """Regions that torch copies, as they are strided, converted, or on a device."""
         rows: list[tuple[int, int, int]] = []

@@ -18,7 +18,7 @@ from typing import Any
 import ray
 
 from raylane.core.watcher import Watch, watcher
-from raylane.weights.readers import LeaseEvent, ReaderKey
+from raylane.weights.state.readers import LeaseEvent, ReaderKey
 
 RENEW_S = 5.0
 """Seconds for which a keeper waits for the end of a process before it answers."""
@@ -184,6 +184,7 @@ def _forget_error(call: asyncio.Task[Any]) -> None:
         call.exception()
 
 
-def host_lives(host: str) -> bool:
-    """Return False if Ray has declared a node dead, or does not know it. Waits for Ray's answer."""
-    return any(node["NodeID"] == host and node["Alive"] for node in ray.nodes())
+async def host_lives(host: str) -> bool:
+    """Return False if Ray has declared a node dead, or does not know it."""
+    nodes = await asyncio.to_thread(ray.nodes)
+    return any(node["NodeID"] == host and node["Alive"] for node in nodes)

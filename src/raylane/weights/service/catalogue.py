@@ -21,15 +21,15 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raylane import _ray
 from raylane.core.deadline import Deadline
 from raylane.errors import WeightsError, WeightsLostError, WeightsTimeoutError
-from raylane.weights.answers import GenerationKey, VersionInfo, VersionOffer, WriteOrder
-from raylane.weights.copies import PAUSE_S, Copies, answered
-from raylane.weights.keeper import Incarnation, Keeper, PartKind, Turn, when_job_ends
-from raylane.weights.lag_metrics import report_lags
-from raylane.weights.leases import ANSWER_S, CatalogueEnded, Leases, host_lives
-from raylane.weights.ledger import Generation, Ledger, Version, VersionState
-from raylane.weights.readers import LeaseEvent, NamedReaders, ReaderInfo, ReaderKey, VersionKey
-from raylane.weights.slots import SlotPlace
-from raylane.weights.starts import PublisherKey, RankKey, RankRegistration, StartKey, StartState
+from raylane.weights.memory.slots import SlotPlace
+from raylane.weights.service.answers import GenerationKey, VersionInfo, VersionOffer, WriteOrder
+from raylane.weights.service.copies import PAUSE_S, Copies, answered
+from raylane.weights.service.keeper import Incarnation, Keeper, PartKind, Turn, when_job_ends
+from raylane.weights.service.lag_metrics import report_lags
+from raylane.weights.service.leases import ANSWER_S, CatalogueEnded, Leases, host_lives
+from raylane.weights.state.ledger import Generation, Ledger, Version, VersionState
+from raylane.weights.state.readers import LeaseEvent, NamedReaders, ReaderInfo, ReaderKey, VersionKey
+from raylane.weights.state.starts import PublisherKey, RankKey, RankRegistration, StartKey, StartState
 
 NAMESPACE = "raylane-weights"
 KEEPER_NAME = "keeper of "
@@ -106,7 +106,7 @@ class Catalogue:
         """Number of calls of keepers whose order matters."""
         self._tasks: set[Any] = set()
         """Tasks that wait for the end of keepers; an event loop keeps no tasks."""
-        self._leases = Leases(self._keeper, self._host_lives, self._reader_keys, self._join, self._advance)
+        self._leases = Leases(self._keeper, host_lives, self._reader_keys, self._join, self._advance)
         self._recovery: asyncio.Task[None] | None = None
         """Search for the readers of an earlier catalogue, which the first name begins."""
         self._ended = False
@@ -135,7 +135,7 @@ class Catalogue:
         with contextlib.suppress(TimeoutError, ray.exceptions.RayError):
             ended: list[str] = await asyncio.wait_for(self._keeper(host).ended.remote(publishers), ANSWER_S)
             return ended
-        return [] if await self._host_lives(host) else [publisher.token for publisher in publishers]
+        return [] if await host_lives(host) else [publisher.token for publisher in publishers]
 
     async def close_publisher(self, name: str, token: str) -> None:
         """Note that a publisher publishes no more, so that another one may take its place."""
@@ -159,10 +159,8 @@ class Catalogue:
 
         await self._wait(entry, lambda: start.state is not StartState.FORMING, deadline.left_s(), unregistered)
         host = start.members[rank].host
-        if start is ledger.start:
-            await self._slots(
-                entry, ledger.generations[-1], host, host
-            )  # an earlier catalogue may have counted further
+        if start is ledger.start:  # an earlier catalogue may have counted further
+            await self._slots(entry, ledger.generations[-1], host, host)
         version = await self._wait(entry, lambda: ledger.begin(start, rank, step), deadline.left_s(), missing)
         generation = version.generation
         paths = await self._slots(entry, generation, host, host)
@@ -420,10 +418,6 @@ class Catalogue:
 
     def _reader_keys(self, host: str) -> list[ReaderKey]:
         return [key for entry in self._entries.values() for key in entry.readers.keys(host)]
-
-    @staticmethod
-    async def _host_lives(host: str) -> bool:
-        return await asyncio.to_thread(host_lives, host)
 
     async def _advance(self, keys: Iterable[ReaderKey], event: LeaseEvent) -> None:
         """Change the leases of readers."""

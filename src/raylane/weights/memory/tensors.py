@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import operator
 import sys
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
@@ -14,9 +13,9 @@ from torch.nn import Module, Parameter
 from raylane.core.listing import listed
 from raylane.errors import WeightsError, WeightsLayoutError
 from raylane.transport.value.leaf_memory import lacking_memory, opaque, overlaps_itself
-from raylane.weights.layout import Box, Division, HeldBox, StoredBox, StoredLayout, TensorLayout, divide
-from raylane.weights.plan import Plan
-from raylane.weights.recording import Record
+from raylane.weights.layout.boxes import Box, Division, HeldBox, StoredBox, StoredLayout, TensorLayout, View, divide
+from raylane.weights.layout.plan import Plan
+from raylane.weights.layout.recording import Record
 
 
 class Part(NamedTuple):
@@ -57,14 +56,14 @@ class _Kind(NamedTuple):
         return f"of shape {self.own}" + ("" if self.placements is None else f" of {self.shape}, {self.placements}")
 
 
-def _inner(tensor: Any) -> torch.Tensor:
+def inner_of(tensor: Any) -> torch.Tensor:
     """Return the tensor of this process: the local part of a DTensor."""
     inner: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return inner
 
 
 def _kind(tensor: Any) -> _Kind:
-    return _Kind(tuple(tensor.shape), tuple(_inner(tensor).shape), getattr(tensor, "placements", None))
+    return _Kind(tuple(tensor.shape), tuple(inner_of(tensor).shape), getattr(tensor, "placements", None))
 
 
 Homes = dict[str, tuple[MutableMapping[str, Any], str]]
@@ -143,7 +142,7 @@ class NamedTensors:
                 raise TypeError(f"names of tensors are texts, got {name!r} of type {type(name).__name__}")
             if not isinstance(tensor, torch.Tensor):
                 raise TypeError(f"{name!r} is no tensor but {type(tensor).__name__}; leave it out of the dict")
-            if (reason := opaque(_inner(tensor))) is not None:
+            if (reason := opaque(inner_of(tensor))) is not None:
                 raise WeightsLayoutError(f"{name!r} cannot be published or read: {reason}")
         if isinstance(model, Module):
             _check_complete(model, self._homes)
@@ -201,7 +200,7 @@ class NamedTensors:
         for name, tensor in self.items():
             if not isinstance(tensor, torch.Tensor):
                 raise WeightsLayoutError(f"{name!r} is no tensor any more but {type(tensor).__name__}. Bring it back")
-            inner = _inner(tensor)
+            inner = inner_of(tensor)
             reason = opaque(inner) if meta and inner.is_meta else lacking_memory(inner)
             if reason is None and meta and not inner.is_contiguous() and overlaps_itself(inner):
                 reason = "its elements share memory (expand, as_strided), so it cannot be written. Pass its clone()"
@@ -225,7 +224,7 @@ class NamedTensors:
         """Raise WeightsLayoutError if other tensors see the memory of these, which an exchange would tear apart."""
         first_of: dict[int, str] = {}
         for name, tensor in self.distinct().items():
-            inner = _inner(tensor)
+            inner = inner_of(tensor)
             if inner.is_meta:
                 continue
             cause = None
@@ -259,14 +258,14 @@ class NamedTensors:
         tensors = self.values()
         if set(map(type, tensors)) - PLAIN:
             self.check(meta=True)  # else torch would raise errors of its own
-            tensors = [_inner(tensor) for tensor in tensors]
+            tensors = [inner_of(tensor) for tensor in tensors]
         return tuple(list(map(read, tensors)) for read in (torch.Tensor.data_ptr, _shape, torch.Tensor.stride, _dtype))
 
     def set_memory(self, name: str, memory: torch.Tensor) -> None:
         """Let a tensor lie in other memory of its shape and dtype. One on the meta device is replaced."""
         home, key = self._homes[name]
         tensor = home[key]
-        inner = _inner(tensor)
+        inner = inner_of(tensor)
         if not inner.is_meta:
             inner.data = memory
             return
@@ -395,14 +394,6 @@ def local(tensor: Any) -> torch.Tensor:
     return inner.detach()
 
 
-def region(tensor: torch.Tensor, start: Sequence[int], size: Sequence[int]) -> torch.Tensor:
-    """Return a region of a tensor, without a copy."""
-    for dim, (first, length) in enumerate(zip(start, size, strict=True)):
-        if length != tensor.shape[dim]:
-            tensor = tensor.narrow(dim, first, length)
-    return tensor
-
-
 def new_memory_like(
     tensor: torch.Tensor, take: Callable[[int], Any], device: torch.device | None = None
 ) -> torch.Tensor:
@@ -417,84 +408,50 @@ def new_memory_like(
     return torch.empty_like(tensor, device=device)
 
 
-class OwnRegion(NamedTuple):
-    """Region of a tensor that this process has."""
-
-    name: str
-    start: tuple[int, ...]
-    size: tuple[int, ...]
-
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the region, without a copy."""
-        return region(tensor, self.start, self.size)
-
-
-class StridedRegion(NamedTuple):
-    """Region of a tensor that this process has, whose dimensions are those of a published tensor."""
-
-    name: str
-    size: tuple[int, ...]
-    strides: tuple[int, ...]
-    """In elements, as is the next."""
-    offset: int
-
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the region, without a copy."""
-        return tensor.as_strided(self.size, self.strides, int(tensor.storage_offset()) + self.offset)
-
-
-Regions = Sequence[OwnRegion | StridedRegion]
+Regions = Sequence[tuple[str, Box | View]]
+"""Names of tensors of this process, each with a region. Those of a mapping have the dimensions of published tensors."""
 
 
 def views_of(tensors: Mapping[str, torch.Tensor], regions: Regions) -> list[torch.Tensor]:
     """Return regions of tensors, without a copy."""
     views, inner, current = [], None, None
-    for each in regions:
-        if each.name != current:
-            inner, current = local(tensors[each.name]), each.name
+    for name, place in regions:
+        if name != current:
+            inner, current = local(tensors[name]), name
         assert inner is not None
-        views.append(each.of(inner))
+        views.append(place.of(inner))
     return views
 
 
-def written_regions(stored: StoredLayout, rank: int, layout: Mapping[str, TensorLayout]) -> list[OwnRegion]:
-    """Return the regions of a rank's own tensors that it writes to a version."""
-    regions = []
-    for name, published in stored.tensors.items():
-        places = {held.box: held.at for held in layout[name].held} if name in layout else {}
-        regions += [
-            OwnRegion(name, places[write.box], write.box.size) for write in published.writes if write.rank == rank
-        ]
-    return regions
-
-
-def target_regions(plan: Plan) -> list[OwnRegion]:
+def target_regions(plan: Plan) -> Regions:
     """Return the regions of a reader's tensors into which the pieces of a plan go."""
-    return [OwnRegion(pieces.name, piece.target, piece.size) for pieces in plan.pieces for piece in pieces.rows()]
+    return [(pieces.name, target) for pieces in plan.pieces for _, _, target, _ in pieces.rows()]
 
 
-def mapped_regions(plan: Plan, recorded: Record) -> list[StridedRegion]:
+def mapped_regions(plan: Plan, recorded: Record) -> Regions:
     """Return the regions of a reader's tensors into which the pieces of a plan go that a mapping has recorded."""
     regions = []
     for pieces in plan.pieces:
         of_tensor = recorded.regions[pieces.name]
-        for piece in pieces.rows():
-            _, target, offset, strides = of_tensor[piece.held]
-            offset += sum(first * stride for first, stride in zip(piece.target, strides, strict=True))
-            regions.append(StridedRegion(target, piece.size, strides, offset))
+        for _, _, box, held in pieces.rows():
+            _, target, view = of_tensor[held]
+            regions.append((target, View(box.size, view.strides, view.at(box.start))))
     return regions
 
 
-def boxes_to_write(stored: StoredLayout, rank: int, memory: torch.Tensor) -> list[torch.Tensor]:
-    """Return the regions of the part of its host into which a rank writes, in the order of `written_regions`."""
-    regions = []
-    for published in stored.tensors.values():
-        for write in published.writes:
-            if write.rank == rank:
-                room = published.boxes[write.stored]
-                start = [first - begin for first, begin in zip(write.box.start, room.box.start, strict=True)]
-                regions.append(region(_view_in(memory, room, published.dtype), start, write.box.size))
-    return regions
+def writes_of(
+    stored: StoredLayout, rank: int, layout: Mapping[str, TensorLayout], memory: torch.Tensor
+) -> tuple[Regions, list[torch.Tensor]]:
+    """Return the regions of a rank's own tensors that it writes to a version, and their places in its host's part."""
+    regions, places = [], []
+    for name, published in stored.tensors.items():
+        begins = {held.box: held.at for held in layout[name].held} if name in layout else {}
+        for room in published.boxes:
+            for writer, box in room.writes:
+                if writer == rank:
+                    regions.append((name, Box(begins[box], box.size)))
+                    places.append(box.within(room.box).of(_view_in(memory, room, published.dtype)))
+    return regions, places
 
 
 def _view_in(memory: torch.Tensor, room: StoredBox, dtype_name: str) -> torch.Tensor:
@@ -503,23 +460,16 @@ def _view_in(memory: torch.Tensor, room: StoredBox, dtype_name: str) -> torch.Te
     return memory[room.offset : room.offset + room.box.elements * dtype.itemsize].view(dtype).view(room.box.size)
 
 
-def stored_pieces(plan: Plan, memories: Mapping[str, torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Return the pieces of each tensor of a plan as they lie in the parts, which `memories` has by host."""
+def stored_pieces(plan: Plan, memories: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Return the pieces of a plan as they lie in the parts, which `memories` has by host."""
     views = []
     for pieces in plan.pieces:
         published = plan.stored.tensor(pieces.name)
-        views_of_tensor = []
-        for piece in pieces.rows():
-            room = published.boxes[piece.box]
+        for number, source, _, _ in pieces.rows():
+            room = published.boxes[number]
             stored = _view_in(memories[plan.stored.hosts[room.part]], room, published.dtype)
-            views_of_tensor.append(region(stored, piece.source, piece.size))
-        views.append(views_of_tensor)
+            views.append(source.of(stored))
     return views
-
-
-def flat(pieces: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-    """Return the pieces of all tensors in one list."""
-    return list(itertools.chain(*pieces))
 
 
 def refuse_training(model: Module) -> None:

@@ -16,12 +16,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from raylane.weights.delta import DeltaOptions, MalformedPatch, Run, apply, diff, runs_between
-from raylane.weights.slots import OpenSlot
-from raylane.weights.spread import chunk_bytes
+from raylane.weights.chunks.delta import DeltaOptions, MalformedPatch, Run, apply, diff, runs_between
+from raylane.weights.layout.boxes import chunk_bytes
+from raylane.weights.memory.slots import OpenSlot
 
 if TYPE_CHECKING:
-    from raylane.weights.delta import Array
+    from raylane.weights.chunks.delta import Array
 
 MOST_WAIT_S = 30.0
 """Seconds for which a patch that is being made is waited for at most."""
@@ -109,29 +109,15 @@ class _PatchedVersion:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def settled(self, offset: int, nbytes: int) -> None:
-        """Return when it is known which patches there are between two bytes."""
-        while not self._known(offset, nbytes):
-            await self._changed.wait()
-
-    def _known(self, offset: int, nbytes: int) -> bool:
-        if self.complete:
-            return True
-        at = offset
-        while at < offset + nbytes and at in self.chunks:
-            chunk = self.chunks[at]
-            # One chunk without a patch decides: the whole range will be copied.
-            if chunk is None:
-                return True
-            at += chunk.nbytes
-        return at >= offset + nbytes
-
-    def between(self, offset: int, nbytes: int) -> list[PatchOfChunk] | None:
-        """Return the patches of adjacent chunks; None if one is missing."""
+    async def between(self, offset: int, nbytes: int) -> list[PatchOfChunk] | None:
+        """Return the patches of adjacent chunks as soon as they are known; None if one of the chunks has none."""
         patches = []
         at = offset
         while at < offset + nbytes:
+            while at not in self.chunks and not self.complete:
+                await self._changed.wait()
             chunk = self.chunks.get(at)
+            # One chunk without a patch decides: the whole range will be copied.
             if chunk is None:
                 return None
             patches.append(chunk)
@@ -203,10 +189,9 @@ class Patches:
             return None
         try:
             async with asyncio.timeout(min(request.wait_s, MOST_WAIT_S)):
-                await version.settled(offset, nbytes)
+                patches = await version.between(offset, nbytes)
         except TimeoutError:
             return None
-        patches = version.between(offset, nbytes)
         if patches is None or sum(len(each.patch) for each in patches) > request.most_bytes:
             return None
         return patches

@@ -10,7 +10,7 @@ from typing import Any
 from ray.util import metrics
 
 from raylane.core import settings
-from raylane.weights.readers import ReaderInfo
+from raylane.weights.state.readers import ReaderInfo
 
 TAGS = ("weights", "reader", "node")
 

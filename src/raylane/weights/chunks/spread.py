@@ -17,26 +17,16 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from raylane.weights.layout import ALIGNMENT
+from raylane.weights.layout.boxes import MOST_CHUNKS, chunk_bytes
 
-MOST_CHUNKS = 64
-"""Number of chunks of a large part: what readers that need little of it fetch for nothing is less than two of them."""
 MOST_CALLS = 128
 """Number of transfers of a whole version to one host: a transfer has several chunks where there are many parts."""
-LEAST_BYTES = 4 << 20
-"""Size of a chunk of a small part: below it a call costs more than its bytes."""
 PATCHED_BYTES = 48 << 20
 """Size of the chunks that a transfer of patches makes: one by one, their calls would cost more than their bytes."""
 AT_ONCE = 2
 """Number of chunks that a host receives, and sends, at the same time: while one call ends the other uses the link."""
 ATTEMPTS = 3
 """Number of failures of one holder towards one host before it is not asked again."""
-
-
-def chunk_bytes(part_bytes: int) -> int:
-    """Return the size of the chunks of a part; the last one may be smaller."""
-    size = max(LEAST_BYTES, -(-part_bytes // MOST_CHUNKS))
-    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 class Transfer(NamedTuple):

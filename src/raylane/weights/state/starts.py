@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from raylane.core.state_table import StateTable
-from raylane.weights.delta import DeltaOptions
-from raylane.weights.layout import Layout
+from raylane.weights.chunks.delta import DeltaOptions
+from raylane.weights.layout.boxes import Layout
 
 
 class PublisherKey(NamedTuple):

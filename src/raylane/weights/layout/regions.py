@@ -16,15 +16,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from raylane.weights.layout import Box
-
-
-class View(NamedTuple):
-    """View of a contiguous tensor, in elements."""
-
-    size: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
+from raylane.weights.layout.boxes import Box, View
 
 
 class BoxRun(NamedTuple):
@@ -32,32 +24,26 @@ class BoxRun(NamedTuple):
 
     start: tuple[int, ...]
     """First index in the view."""
-    size: tuple[int, ...]
-    at: tuple[int, ...]
-    """First element of the box in the tensor."""
+    box: Box
+    """Box of the tensor."""
     dims: tuple[int | None, ...]
     """Dimension of the tensor along which each dimension of the view runs; None where it has one element."""
 
 
 class ViewPiece(NamedTuple):
-    """Box of a tensor whose elements are those of a view of a published tensor."""
+    """Box of one tensor whose elements are those of a view of another one."""
 
     start: tuple[int, ...]
+    """First element of the box."""
     name: str
-    """Name of the published tensor."""
+    """Name of the other tensor."""
     view: View
+    """View of the other tensor, of the size of the box."""
 
-
-class TargetRegion(NamedTuple):
-    """Box of a published tensor, and where its elements lie in a tensor of the reader."""
-
-    box: Box
-    target: str
-    """Name of the reader's tensor."""
-    offset: int
-    """Element of the target at which the box begins."""
-    strides: tuple[int, ...]
-    """Elements of the target from one index of the box to the next, for each dimension."""
+    @property
+    def box(self) -> Box:
+        """Box of the one tensor."""
+        return Box(self.start, self.view.size)
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -107,7 +93,9 @@ def runs(shape: Sequence[int], view: View) -> list[BoxRun]:
                 todo.append((tuple(head), tuple(sizes), offset + first * stride))
             break
         else:
-            done.append(BoxRun(start, size, tuple(at), tuple(along)))
+            lengths = dict(zip(along, size, strict=True))
+            box = Box(tuple(at), tuple(lengths.get(dim, 1) for dim in range(len(shape))))
+            done.append(BoxRun(start, box, tuple(along)))
     return done
 
 
@@ -116,54 +104,39 @@ def pieces_of_view(shape: Sequence[int], pieces: Sequence[ViewPiece], view: View
     if len(pieces) == 1 and pieces[0].view == View(tuple(shape), contiguous_strides(shape), 0):
         return [ViewPiece((0,) * len(view.size), pieces[0].name, view)]  # the tensor is a published one
     parts = []
-    for run in runs(shape, view):
-        length = [1] * len(shape)
-        for dim, size in zip(run.dims, run.size, strict=True):
-            if dim is not None:
-                length[dim] = size
-        # What the run and a piece have in common, in indices of the tensor.
+    for start, box, dims in runs(shape, view):
         for piece in pieces:
-            bounds = list(zip(run.at, length, piece.start, piece.view.size, strict=True))
-            lo = [max(at, start) for at, _, start, _ in bounds]
-            hi = [min(at + size, start + count) for at, size, start, count in bounds]
-            if any(first >= stop for first, stop in zip(lo, hi, strict=True)):
+            common = box.common(piece.box)
+            if common is None:
                 continue
-            rows = [(0, 1, 0) if dim is None else (lo[dim] - run.at[dim], hi[dim] - lo[dim], dim) for dim in run.dims]
-            skipped = [first - start for first, start in zip(lo, piece.start, strict=True)]
-            sources = piece.view.strides
-            parts.append(
-                ViewPiece(
-                    tuple(start + first for start, (first, _, _) in zip(run.start, rows, strict=True)),
-                    piece.name,
-                    View(
-                        tuple(size for _, size, _ in rows),
-                        tuple(0 if dim is None else sources[dim] for dim in run.dims),
-                        piece.view.offset + _dot(skipped, sources),
-                    ),
-                )
-            )
+            skipped = common.within(box).start
+            first = [at if dim is None else at + skipped[dim] for at, dim in zip(start, dims, strict=True)]
+            size = tuple(1 if dim is None else common.size[dim] for dim in dims)
+            strides = tuple(0 if dim is None else piece.view.strides[dim] for dim in dims)
+            offset = piece.view.at(common.within(piece.box).start)
+            parts.append(ViewPiece(tuple(first), piece.name, View(size, strides, offset)))
     return parts
 
 
-def regions_of(piece: ViewPiece, shape: Sequence[int], target: str, written: View) -> list[TargetRegion]:
-    """Return the regions of a published tensor of this shape that a piece brings into a view of a reader's tensor."""
+def regions_of(piece: ViewPiece, shape: Sequence[int], target: str, written: View) -> list[ViewPiece]:
+    """Return the boxes of a published tensor of this shape that a piece of it brings into a view of a reader's tensor.
+
+    Their views are those of the reader's tensor, which has the name `target`.
+    """
     regions = []
-    for run in runs(shape, piece.view):
-        size, strides = [1] * len(shape), [0] * len(shape)
-        for dim, length, stride in zip(run.dims, run.size, written.strides, strict=True):
-            if dim is not None:
-                size[dim], strides[dim] = length, stride
-        first = [begin + start for begin, start in zip(piece.start, run.start, strict=True)]
-        offset = written.offset + _dot(first, written.strides)
-        regions.append(TargetRegion(Box(run.at, tuple(size)), target, offset, tuple(strides)))
+    for start, box, dims in runs(shape, piece.view):
+        stride_of = dict(zip(dims, written.strides, strict=True))
+        strides = tuple(stride_of.get(dim, 0) for dim in range(len(shape)))
+        offset = written.at([begin + first for begin, first in zip(piece.start, start, strict=True)])
+        regions.append(ViewPiece(box.start, target, View(box.size, strides, offset)))
     return joined(regions)
 
 
-def joined(regions: Iterable[TargetRegion]) -> list[TargetRegion]:
+def joined(regions: Iterable[ViewPiece]) -> list[ViewPiece]:
     """Return regions with adjacent ones made one where they are adjacent on both sides, and in order."""
     regions = list(regions)
     while True:
-        merged: list[TargetRegion] = []
+        merged: list[ViewPiece] = []
         for region in regions:
             both = _union(merged[-1], region) if merged else None
             if both is None:
@@ -175,44 +148,23 @@ def joined(regions: Iterable[TargetRegion]) -> list[TargetRegion]:
         regions = merged
 
 
-def _union(first: TargetRegion, second: TargetRegion) -> TargetRegion | None:
+def _union(first: ViewPiece, second: ViewPiece) -> ViewPiece | None:
     """Return one region for two that follow each other along one dimension; None if they do not."""
-    (start, size), (next_start, next_size) = first.box, second.box
-    if first.target != second.target:
-        return None
+    start, name, (size, strides, offset) = first
+    next_start, next_name, (next_size, next_strides, next_offset) = second
     other = [dim for dim, (a, b) in enumerate(zip(start, next_start, strict=True)) if a != b]
-    if len(other) != 1:
+    if name != next_name or len(other) != 1:
         return None
     (dim,) = other
-    if next_start[dim] != start[dim] + size[dim]:
+    moved = next_offset - offset
+    # A single row has no stride of its own.
+    stride = moved if size[dim] == 1 else strides[dim]
+    if next_start[dim] != start[dim] + size[dim] or moved != size[dim] * stride:
         return None
-    strides = list(first.strides)
-    moved = second.offset - first.offset
-    if size[dim] == 1:
-        strides[dim] = moved  # a single row has no stride of its own
-    if next_size[dim] > 1 and second.strides[dim] != strides[dim]:
+    if next_size[dim] > 1 and next_strides[dim] != stride:
         return None
-    sizes = list(size)
-    sizes[dim] += next_size[dim]
-    fits = moved == size[dim] * strides[dim] and all(
-        a == b and (x == y or a == 1)
-        for at, (a, b, x, y) in enumerate(zip(size, next_size, first.strides, second.strides, strict=True))
-        if at != dim
-    )
-    return TargetRegion(Box(start, tuple(sizes)), first.target, first.offset, tuple(strides)) if fits else None
-
-
-def boxes_in_target(region: TargetRegion, shape: Sequence[int]) -> list[Box]:
-    """Return the boxes of the reader's tensor, of this shape and contiguous, that a region fills."""
-    boxes = []
-    for run in runs(shape, View(region.box.size, region.strides, region.offset)):
-        size = [1] * len(shape)
-        for dim, length in zip(run.dims, run.size, strict=True):
-            if dim is not None:
-                size[dim] = length
-        boxes.append(Box(run.at, tuple(size)))
-    return boxes
-
-
-def _dot(index: Sequence[int], strides: Sequence[int]) -> int:
-    return sum(number * stride for number, stride in zip(index, strides, strict=True))
+    for at, (a, b, x, y) in enumerate(zip(size, next_size, strides, next_strides, strict=True)):
+        if at != dim and (a != b or (x != y and a != 1)):
+            return None
+    sizes = (*size[:dim], size[dim] + next_size[dim], *size[dim + 1 :])
+    return ViewPiece(start, name, View(sizes, (*strides[:dim], stride, *strides[dim + 1 :]), offset))

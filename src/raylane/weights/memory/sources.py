@@ -6,10 +6,10 @@ from collections.abc import Collection, Mapping
 
 import torch
 
-from raylane.weights.devices import PreparedCopy
-from raylane.weights.plan import Plan
-from raylane.weights.slots import OpenSlot
-from raylane.weights.tensors import stored_pieces
+from raylane.weights.layout.plan import Plan
+from raylane.weights.memory.devices import PreparedCopy
+from raylane.weights.memory.slots import OpenSlot
+from raylane.weights.memory.tensors import stored_pieces
 
 MOST_SLOTS = 8
 """Number of slots of one part that stay mapped: `keep` of a name, and those of its next generation."""
@@ -23,8 +23,8 @@ class Sources:
         self._private = private
         self._slots: dict[str, dict[str, OpenSlot]] = {}
         """Slots by part and path, the last used one at the end."""
-        self._views: dict[tuple[str, ...], list[list[torch.Tensor]]] = {}
-        """Pieces of each tensor, by the paths of the slots in which they lie."""
+        self._views: dict[tuple[str, ...], list[torch.Tensor]] = {}
+        """Pieces of the plan, by the paths of the slots in which they lie."""
         self.copies: dict[tuple[str, ...], PreparedCopy] = {}
         """Copies into the reader's tensors, by the same paths: they have addresses within the slots."""
 
@@ -47,8 +47,8 @@ class Sources:
         slots[path] = slot
         return slot
 
-    def pieces(self, plan: Plan, paths: Mapping[str, str]) -> list[list[torch.Tensor]]:
-        """Return the pieces of each tensor of a plan in the slots of these paths, by part, which are open."""
+    def pieces(self, plan: Plan, paths: Mapping[str, str]) -> list[torch.Tensor]:
+        """Return the pieces of a plan in the slots of these paths, by part, which are open."""
         key = tuple(paths.values())
         if key not in self._views:
             memories = {part: self._slots[part][path].memory() for part, path in paths.items()}
