@@ -27,7 +27,7 @@ BUDGETS = {
     "testing": 206,
     "training": 7565,
     "transport": 7773,
-    "weights": 5139,
+    "weights": 5003,
     "workers": 1473,
 }
 """Lines of code of each package, and of the modules beside them, without docstrings, comments and blank lines.
