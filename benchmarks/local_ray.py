@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import ray
 
-from raylane.core.variables import AT_NORMAL_PRIORITY, variables
+from raylane.core.process.environment import AT_NORMAL_PRIORITY, variables
 
 
 @contextlib.contextmanager

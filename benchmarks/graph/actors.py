@@ -7,9 +7,9 @@ import statistics
 import time
 from typing import Any
 
-from raylane.core import semaphore
 from raylane.core.memory.segment import Segment
-from raylane.core.semaphore import SEMAPHORE_BYTES
+from raylane.core.signals import semaphore
+from raylane.core.signals.semaphore import SEMAPHORE_BYTES
 
 
 class Peer:

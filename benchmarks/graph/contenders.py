@@ -36,10 +36,10 @@ from benchmarks.graph.cases import (
     step_times_us,
 )
 from benchmarks.measure import Tally
-from raylane.core import semaphore
 from raylane.core.memory.segment import Segment
 from raylane.core.native import PAGE_BYTES
-from raylane.core.semaphore import SEMAPHORE_BYTES
+from raylane.core.signals import semaphore
+from raylane.core.signals.semaphore import SEMAPHORE_BYTES
 
 TIMEOUT_S = 60.0
 STEP_S = 20e-3

@@ -14,9 +14,9 @@ import types
 spec = importlib.util.spec_from_file_location("raylane.core._native", sys.argv[1])
 native = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(native)
-from raylane.core import semaphore
 from raylane.core.memory.segment import Segment
-from raylane.core.waiting import Patience
+from raylane.core.signals import semaphore
+from raylane.core.signals.patience import Patience
 
 HEADER = struct.Struct("<QIBBH")
 segment, page = Segment.make(8192), Segment.make(4096)

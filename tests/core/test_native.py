@@ -18,12 +18,13 @@ import numpy as np
 import pytest
 
 from core.processes import start_code
-from raylane.core import _native, native, semaphore
-from raylane.core.copying import ThreadChoice
+from raylane.core import _native, native
 from raylane.core.memory.segment import Segment
 from raylane.core.native import BYTES, LOGGED, NOTHING, PAGE_BYTES, SLOT_HEADER_BYTES, TEXT, VALUE, WAKE
-from raylane.core.semaphore import value
-from raylane.core.waiting import Patience
+from raylane.core.process.copying import ThreadChoice
+from raylane.core.signals import semaphore
+from raylane.core.signals.patience import Patience
+from raylane.core.signals.semaphore import value
 
 ROOT = Path(__file__).resolve().parents[2]
 SLOT_BYTES, SLOTS, SLOTS_AT = 256, 3, 128
@@ -280,7 +281,8 @@ def test_slots_outside_of_their_memory_are_refused() -> None:
 
 WITHOUT_MEMORY = """
 import _testcapi
-from raylane.core import _native, semaphore
+from raylane.core import _native
+from raylane.core.signals import semaphore
 from raylane.core.native import LOGGED, PAGE_BYTES
 from raylane.core.memory.segment import Segment
 

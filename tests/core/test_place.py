@@ -7,7 +7,7 @@ import subprocess
 import msgspec
 import pytest
 
-from raylane.core import place
+from raylane.core.process import place
 
 
 @pytest.mark.claim("security", "a listener without descriptors goes on later, and no process counts as dead meanwhile")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from raylane.core import reachable
+from raylane.core.process import reachable
 
 SILENT, CLOSES = b"silent", b""
 

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from core.processes import Pipe, start
-from raylane.core import semaphore
 from raylane.core.memory import segment as segment_module
 from raylane.core.memory.segment import Segment
-from raylane.core.semaphore import SEMAPHORE_BYTES, block, init, post, try_wait, value
+from raylane.core.signals import semaphore
+from raylane.core.signals.semaphore import SEMAPHORE_BYTES, block, init, post, try_wait, value
 
 
 def made(*values: int) -> Segment:
@@ -356,7 +356,7 @@ def test_segments_left_at_exit_print_nothing() -> None:
     code = """
 from raylane.core.memory import segment as segment_module
 from raylane.core.memory.segment import Segment
-from raylane.core.semaphore import init
+from raylane.core.signals.semaphore import init
 kept = Segment.make(4096)
 init(kept.address)
 other = Segment.open(kept.path)

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from raylane.core.spans import Span, merge, strided_span
+from raylane.core.memory.spans import Span, merge, strided_span
 
 
 @pytest.mark.parametrize(

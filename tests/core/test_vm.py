@@ -9,8 +9,8 @@ import threading
 
 import pytest
 
-from raylane.core import place, vm
 from raylane.core.memory.layout import address_of
+from raylane.core.process import place, vm
 
 CHILD = """
 import ctypes, sys

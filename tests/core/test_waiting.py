@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from core.processes import Pipe, start
-from raylane.core import native, semaphore, waiting
+from raylane.core import native
 from raylane.core.memory.segment import Segment
-from raylane.core.semaphore import SEMAPHORE_BYTES, post, value
-from raylane.core.waiting import (
+from raylane.core.signals import patience, semaphore
+from raylane.core.signals.patience import (
     BUDGETS_NS,
     FORGIVE_NS,
     FORGIVE_WAITS,
@@ -31,6 +31,7 @@ from raylane.core.waiting import (
     S,
     best_budget_ns,
 )
+from raylane.core.signals.semaphore import SEMAPHORE_BYTES, post, value
 
 LONGEST = BUDGETS_NS[0]
 LOSS_NS = 4 * MS  # a time slice
@@ -87,16 +88,16 @@ def test_budget_is_what_would_have_cost_least(waits: list[int], budget_ns: int) 
 
 
 def test_budget_follows_the_recent_waits_only() -> None:
-    patience = Patience(run_delay=lambda: 0)
-    assert patience.review([(1 * MS, 0)] * KEPT_WAITS, START_NS) == (0, 0)
-    assert patience.review([(30 * US, 0)] * (KEPT_WAITS // 16), START_NS)[0] == 0
-    assert patience.review([(30 * US, 0)] * KEPT_WAITS, START_NS) == (LONGEST, 0)
+    policy = Patience(run_delay=lambda: 0)
+    assert policy.review([(1 * MS, 0)] * KEPT_WAITS, START_NS) == (0, 0)
+    assert policy.review([(30 * US, 0)] * (KEPT_WAITS // 16), START_NS)[0] == 0
+    assert policy.review([(30 * US, 0)] * KEPT_WAITS, START_NS) == (LONGEST, 0)
 
 
 def test_budget_that_never_yields_stays_zero() -> None:
-    patience = Patience(yields=False)
-    assert patience.budget_ns == 0
-    assert patience.review([(20 * US, 0)] * 100, START_NS) == (0, 0)
+    policy = Patience(yields=False)
+    assert policy.budget_ns == 0
+    assert policy.review([(20 * US, 0)] * 100, START_NS) == (0, 0)
 
 
 # Pauses
@@ -138,9 +139,9 @@ def test_stopped_process_starts_no_pause(lost_ns: int) -> None:
 
 
 def test_kernel_without_run_delays_counts_every_loss() -> None:
-    patience = Patience(run_delay=lambda: 0)
-    patience.review([(60 * S, 60 * S)], START_NS)
-    assert patience.resume_ns == START_NS + PENALTY * MAX_LOSS_NS
+    policy = Patience(run_delay=lambda: 0)
+    policy.review([(60 * S, 60 * S)], START_NS)
+    assert policy.resume_ns == START_NS + PENALTY * MAX_LOSS_NS
 
 
 @pytest.mark.parametrize(
@@ -211,7 +212,7 @@ def test_environment_decides_whether_to_yield(monkeypatch: pytest.MonkeyPatch, t
         monkeypatch.delenv("RAYLANE_WAIT", raising=False)
     else:
         monkeypatch.setenv("RAYLANE_WAIT", text)
-    assert waiting.patience().yields is yields
+    assert patience.patience().yields is yields
 
 
 # Doorbells
@@ -364,5 +365,5 @@ def test_waiting_lets_other_threads_run(eventually: Callable[..., None]) -> None
 
 def test_numbers_agree_with_one_another() -> None:
     assert list(BUDGETS_NS) == sorted(BUDGETS_NS, reverse=True)
-    assert LONGEST <= waiting.SLEEP_NS < SLOW_NS < MAX_LOSS_NS
-    assert waiting.PENALTY << MAX_LEVEL > 100  # else yielding would cost more than it promises
+    assert LONGEST <= patience.SLEEP_NS < SLOW_NS < MAX_LOSS_NS
+    assert patience.PENALTY << MAX_LEVEL > 100  # else yielding would cost more than it promises

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 
-from raylane.core.waiting import MAX_LOSS_NS, PENALTY, SLOW_NS, US, Patience, S
+from raylane.core.signals.patience import MAX_LOSS_NS, PENALTY, SLOW_NS, US, Patience, S
 
 TRACES = Path(__file__).parent / "traces"
 START_NS = 10 * S

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from core.processes import Pipe, start
-from raylane.core import wake
-from raylane.core.place import here
+from raylane.core.process.place import here
+from raylane.core.signals import wake
 
 NOBODY = 65534
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from raylane.core.watcher import Watcher, _WatchedDescriptor
+from raylane.core.process.watcher import Watcher, _WatchedDescriptor
 
 Eventually = Callable[..., None]
 

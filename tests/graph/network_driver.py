@@ -14,7 +14,7 @@ from tests.graph.graph_actors import Worker
 from tests.network_drivers import ask, connect, say
 
 import raylane
-from raylane.core.place import here
+from raylane.core.process.place import here
 from raylane.errors import GraphActorDiedError, GraphTimeoutError
 
 

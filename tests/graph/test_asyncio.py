@@ -14,7 +14,7 @@ import ray
 from tests.graph.graph_actors import AsyncWorker
 
 import raylane
-from raylane.core import wake
+from raylane.core.signals import wake
 from raylane.errors import GraphPlanError, GraphTimeoutError
 
 pytestmark = pytest.mark.usefixtures("clean")

@@ -21,7 +21,7 @@ from tests.graph.graph_actors import AsyncWorker, Speechless, Worker
 from tests.victims import Victims
 
 import raylane
-from raylane.core.watcher import watcher
+from raylane.core.process.watcher import watcher
 from raylane.errors import (
     GraphActorDiedError,
     GraphClosedError,

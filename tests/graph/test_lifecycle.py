@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 
-from raylane.core.semaphore import post, value
+from raylane.core.signals.semaphore import post, value
 from raylane.errors import GraphClosedError
 from raylane.graph.channels.ring import ProcessDoorbell
 from raylane.graph.lifecycle import (

@@ -14,7 +14,7 @@ import pytest
 
 from core.processes import Child, start_code
 from raylane.core.memory.segment import Segment
-from raylane.core.semaphore import block, try_wait, value
+from raylane.core.signals.semaphore import block, try_wait, value
 from raylane.errors import GraphPlanError, GraphTimeoutError, GraphValueError
 from raylane.graph.channels import ring
 from raylane.graph.channels.lease import LeasePool, LeaseReader
@@ -289,7 +289,7 @@ READER = """
 # Takes `count` messages, answers each on a ring of its own, and says what it has seen.
 import zlib
 from raylane.core.memory.segment import Segment
-from raylane.core.semaphore import block, try_wait
+from raylane.core.signals.semaphore import block, try_wait
 from raylane.graph.channels.lease import LeasePool, LeaseReader
 from raylane.graph.channels.ring import ProcessDoorbell, RingReader, RingSpec, RingWriter
 from raylane.graph.values.message import Message, VALUE

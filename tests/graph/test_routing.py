@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from tests.graph.graphs import random_plan
 
-from raylane.core.place import Place
+from raylane.core.process.place import Place
 from raylane.graph.plan import routing
 from raylane.graph.plan.ir import DRIVER
 

@@ -23,7 +23,7 @@ from tests.transport.managers import FileManager
 import raylane
 from raylane import MultiOutputNode, bind
 from raylane.core.memory.buffer_pool import BufferPool
-from raylane.core.place import Place
+from raylane.core.process.place import Place
 from raylane.errors import GraphActorDiedError, GraphClosedError, GraphError, GraphPlanError, GraphTimeoutError
 from raylane.graph.worker.loop import graph_loop
 from raylane.transport.backends.nixl.agents import Agents

@@ -18,16 +18,16 @@ LONG_FUNCTIONS: dict[str, str] = {}
 PACKAGE = ROOT / "src" / "raylane"
 BUDGETS = {
     "cli": 1048,
-    "core": 1807,
-    "graph": 6696,
+    "core": 1805,
+    "graph": 6698,
     "modules": 552,
     "nemo": 988,
     "rl": 2945,
     "sft": 3056,
     "testing": 206,
     "training": 7565,
-    "transport": 7773,
-    "weights": 5003,
+    "transport": 7776,
+    "weights": 5004,
     "workers": 1473,
 }
 """Lines of code of each package, and of the modules beside them, without docstrings, comments and blank lines.

@@ -165,9 +165,9 @@ def test_change_of_fine_tuning_leaves_out_what_training_computes() -> None:
     ):
         choice = affected.affected([changed], files, NO_HELPERS)
         assert choice.files == set(expected)
-    assert affected.affected(["src/raylane/sft/run/worker.py", "src/raylane/core/vm.py"], files, NO_HELPERS).files == {
-        *files
-    }
+    assert affected.affected(
+        ["src/raylane/sft/run/worker.py", "src/raylane/core/process/vm.py"], files, NO_HELPERS
+    ).files == {*files}
 
 
 def test_choice_agrees_with_all_imports() -> None:

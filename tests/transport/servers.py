@@ -6,8 +6,8 @@ import secrets
 
 import torch
 
-from raylane.core import place
 from raylane.core.deadline import Deadline
+from raylane.core.process import place
 from raylane.transport.hold.store import Entry, Store
 from raylane.transport.link import listener, wire
 from raylane.transport.link.connection import Address, Link

@@ -14,8 +14,8 @@ from tests import certificates
 from tests.transport.attackers import KINDS, NBYTES
 from tests.transport.servers import SECRET, read_value
 
-from raylane.core import place
 from raylane.core.deadline import Deadline
+from raylane.core.process import place
 from raylane.transport.link.connection import Link, LinkPool
 from raylane.transport.value.source import Source
 

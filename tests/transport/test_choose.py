@@ -3,7 +3,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from raylane.core.place import Place
+from raylane.core.process.place import Place
 from raylane.errors import TransportUnavailableError
 from raylane.transport.backends.registry import backends, check_name
 from raylane.transport.produce.options import publish_options

@@ -15,8 +15,8 @@ import raylane
 from raylane.core.deadline import Deadline
 from raylane.core.memory.buffer_pool import BufferPool
 from raylane.core.memory.layout import SMALL_BLOCK_BYTES
-from raylane.core.place import Place
-from raylane.core.spans import Span
+from raylane.core.memory.spans import Span
+from raylane.core.process.place import Place
 from raylane.errors import ProtocolError, TransportUnavailableError
 from raylane.transport.backends import base
 from raylane.transport.backends.cuda import driver as cuda_driver

@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
-from raylane.core import daemon_pool as fetching
-from raylane.core.daemon_pool import FetchPool
+from raylane.core.process import daemon_pool as fetching
+from raylane.core.process.daemon_pool import FetchPool
 
 
 def test_results_and_errors_come_back() -> None:

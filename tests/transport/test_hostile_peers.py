@@ -22,9 +22,9 @@ import pytest
 import torch
 from tests.transport.servers import SECRET, Server, entry_of, read_value
 
-from raylane.core import place
 from raylane.core.deadline import Deadline
-from raylane.core.spans import Span
+from raylane.core.memory.spans import Span
+from raylane.core.process import place
 from raylane.errors import ProtocolError, SourceLostError, TransferTimeoutError, TransportError
 from raylane.transport.hold.store import Entry
 from raylane.transport.link import wire

@@ -20,8 +20,8 @@ import torch
 from tests.transport.servers import SECRET, Server, entry_of, read_value
 
 from raylane import _ray
-from raylane.core import place
 from raylane.core.deadline import Deadline
+from raylane.core.process import place
 from raylane.errors import ProtocolError, SourceLostError, TransferTimeoutError
 from raylane.transport.hold import lifetime
 from raylane.transport.hold.lifetime import ActorKeeper, AnchorPool

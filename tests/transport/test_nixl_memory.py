@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from raylane.core.memory.buffer_pool import BufferPool, mapping_of
-from raylane.core.spans import Span
+from raylane.core.memory.spans import Span
 from raylane.errors import TransportUnavailableError
 from raylane.transport.backends.nixl import agent as nixl_agent
 from raylane.transport.backends.nixl import agents as nixl_agents

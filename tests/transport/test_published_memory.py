@@ -19,7 +19,7 @@ import ray
 import torch
 
 import raylane
-from raylane.core import vm
+from raylane.core.process import vm
 from raylane.errors import TensorFreedError, TensorMutatedError
 from raylane.testing.leaks import leaks, snapshot
 

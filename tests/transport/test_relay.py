@@ -19,10 +19,10 @@ import pytest
 import torch
 from tests.transport.servers import SECRET, Server, entry_of
 
-from raylane.core import place
 from raylane.core.deadline import Deadline
 from raylane.core.memory.buffer_pool import BufferPool
 from raylane.core.memory.shared_pool import SharedPool
+from raylane.core.process import place
 from raylane.errors import SourceLostError, TensorFreedError
 from raylane.transport.backends.base import FetchResult
 from raylane.transport.backends.tcp import backend as tcp

@@ -20,9 +20,9 @@ from tests.process_tools import stop
 from tests.victims import VICTIMS
 
 import raylane
-from raylane.core import vm
 from raylane.core.deadline import Deadline
 from raylane.core.memory.layout import address_of
+from raylane.core.process import vm
 from raylane.errors import (
     SourceLostError,
     TensorFreedError,
@@ -289,7 +289,7 @@ def test_a_host_read_races_with_a_free_and_is_whole_or_refused() -> None:
         """
         import ctypes, sys
         import torch
-        from raylane.core import vm
+        from raylane.core.process import vm
         from raylane.transport.value import codec
         from raylane.transport.hold.store import Entry, Store
         vm.allow_readers()

@@ -5,7 +5,7 @@ import threading
 import torch
 
 from raylane.core.deadline import Deadline
-from raylane.core.spans import Span
+from raylane.core.memory.spans import Span
 from raylane.transport.hold.store import Entry, Store
 from raylane.transport.value import codec
 from raylane.transport.value.guards import footprint

@@ -23,9 +23,9 @@ import torch
 from tests import certificates
 from tests.transport.servers import SECRET, Server, entry_of, read_value
 
-from raylane.core import place
 from raylane.core.deadline import Deadline
-from raylane.core.spans import Span
+from raylane.core.memory.spans import Span
+from raylane.core.process import place
 from raylane.errors import ProtocolError, SourceLostError, TransportError, TransportUnavailableError
 from raylane.graph.channels import frames
 from raylane.graph.channels.peer_link import configure

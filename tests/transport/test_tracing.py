@@ -14,7 +14,7 @@ import torch
 
 import raylane
 from raylane.cli import main
-from raylane.core import place
+from raylane.core.process import place
 from raylane.core.trace_file import merge, parse_lines
 from raylane.transport.link import endpoint
 from raylane.transport.observe import tracing

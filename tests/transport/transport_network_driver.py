@@ -19,7 +19,7 @@ import torch
 from tests.network_drivers import ask, connect, say, until
 
 import raylane
-from raylane.core.place import here
+from raylane.core.process.place import here
 from raylane.errors import RaylaneError, TransferTimeoutError, TransportUnavailableError
 from raylane.testing.leaks import leaks, snapshot
 

@@ -13,7 +13,7 @@ import pytest
 import ray
 
 from raylane.cli.weights import render_readers
-from raylane.core.place import here, start_ticks
+from raylane.core.process.place import here, start_ticks
 from raylane.weights.service import lag_metrics, leases
 from raylane.weights.service.lag_metrics import LagGauge, report_lags
 from raylane.weights.service.leases import CatalogueEnded, Leases, WatchedReaders

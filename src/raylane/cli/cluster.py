@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import ray
 
-from raylane.core.reachable import check_reachable
+from raylane.core.process.reachable import check_reachable
 from raylane.errors import ConfigError
 
 

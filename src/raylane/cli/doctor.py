@@ -20,7 +20,7 @@ import torch
 
 from raylane.core import settings
 from raylane.core.deadline import Deadline
-from raylane.core.variables import NICENESS_REMEDY
+from raylane.core.process.environment import NICENESS_REMEDY
 from raylane.errors import RaylaneError
 from raylane.transport.api import put
 from raylane.transport.backends.base import NO_DEVICE

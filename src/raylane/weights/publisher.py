@@ -13,7 +13,7 @@ import ray
 import torch
 
 from raylane.core.deadline import Deadline
-from raylane.core.place import here
+from raylane.core.process.place import here
 from raylane.errors import WeightsError, WeightsLostError, WeightsTimeoutError
 from raylane.transport.link.endpoint import endpoint
 from raylane.weights.chunks.delta import DeltaOptions

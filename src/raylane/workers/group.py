@@ -28,8 +28,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raylane import _ray
 from raylane.core.deadline import Deadline
-from raylane.core.finalizing import finalize_here
-from raylane.core.variables import NICENESS_REMEDY
+from raylane.core.process.environment import NICENESS_REMEDY
+from raylane.core.process.finalizing import finalize_here
 from raylane.errors import WorkerCallError, WorkerGroupError
 from raylane.graph.values import references
 from raylane.transport.api import put

@@ -53,7 +53,7 @@ class Echo:
 
 def record_reviews(_: Any = None) -> None:
     """Keep the arguments of all reviews of policies that are made from now on, on the policy itself."""
-    from raylane.core.waiting import Patience
+    from raylane.core.signals.patience import Patience
 
     review = Patience.review
 

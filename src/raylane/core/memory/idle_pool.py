@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Hashable
 from typing import Any, Generic, Protocol, TypeVar
 
-from raylane.core.finalizing import hand_over
+from raylane.core.process.finalizing import hand_over
 
 
 class Memory(Protocol):

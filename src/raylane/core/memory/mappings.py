@@ -20,12 +20,12 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from raylane.core.finalizing import finalize_here
 from raylane.core.memory import regions
 from raylane.core.memory.idle_pool import IdlePool
 from raylane.core.memory.locks import READ, UNLOCK, lock
 from raylane.core.memory.sealed import map_sealed
 from raylane.core.memory.segment import Segment
+from raylane.core.process.finalizing import finalize_here
 
 MOST_IDLE = 8
 """Idle mappings that are kept, each with a descriptor."""

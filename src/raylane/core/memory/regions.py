@@ -39,10 +39,10 @@ import threading
 import weakref
 from typing import Any, NamedTuple
 
-from raylane.core import semaphore
 from raylane.core.memory import locks
 from raylane.core.memory.segment import Segment, map_file
-from raylane.core.semaphore import SEMAPHORE_BYTES
+from raylane.core.signals import semaphore
+from raylane.core.signals.semaphore import SEMAPHORE_BYTES
 
 DATA_OFFSET = 4096
 """Offset of the data in a region, in bytes: pages can be mapped alone."""

@@ -35,14 +35,15 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from raylane.core import copying, semaphore
 from raylane.core.deadline import Deadline
-from raylane.core.finalizing import finalize_here
 from raylane.core.memory import regions
 from raylane.core.memory.layout import segment_offsets, size_class
 from raylane.core.memory.regions import ReadRegion, Region, RegionPlace
 from raylane.core.memory.segment import Segment
-from raylane.core.semaphore import SEMAPHORE_BYTES
+from raylane.core.process import copying
+from raylane.core.process.finalizing import finalize_here
+from raylane.core.signals import semaphore
+from raylane.core.signals.semaphore import SEMAPHORE_BYTES
 from raylane.errors import GraphTimeoutError, GraphValueError
 from raylane.graph.lifecycle import Lifecycle
 

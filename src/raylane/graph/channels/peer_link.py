@@ -22,7 +22,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from raylane.core.deadline import Deadline
-from raylane.core.watcher import Watch, watcher
+from raylane.core.process.watcher import Watch, watcher
 from raylane.errors import ProtocolError, TransportError
 from raylane.graph.channels import frames
 from raylane.graph.channels.layout import GraphLayout

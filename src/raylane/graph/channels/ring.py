@@ -31,13 +31,14 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from raylane.core import native, semaphore
+from raylane.core import native
 from raylane.core.memory import regions
 from raylane.core.memory.layout import segment_offsets
 from raylane.core.memory.regions import Region, RegionPlace
 from raylane.core.memory.segment import Segment
-from raylane.core.semaphore import SEMAPHORE_BYTES
-from raylane.core.waiting import patience
+from raylane.core.signals import semaphore
+from raylane.core.signals.patience import patience
+from raylane.core.signals.semaphore import SEMAPHORE_BYTES
 from raylane.errors import GraphPlanError
 from raylane.graph.channels.lease import MAX_READERS, Descriptor, LeasePool, LeaseReader, Reservation
 from raylane.graph.values.message import TENSORS, Message

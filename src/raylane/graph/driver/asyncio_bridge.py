@@ -9,8 +9,8 @@ Messages carry the flag WAKE only if their execution was started while an event 
 missed: its flag travels with it. An event loop wakes in 14 us this way; with a helper thread in 31-82 us. Where the
 kernel forbids an actor to fetch the eventfd, and for a second event loop of one graph, results are awaited on a thread.
 
-All graphs of a process share its eventfd (`core.wake.own`), so that a graph costs no descriptor. Each event loop that
-has awaited a result watches it (`EventLoops`); the loop that resets it wakes the others.
+All graphs of a process share its eventfd (`core.signals.wake.own`), so that a graph costs no descriptor. Each event
+loop that has awaited a result watches it (`EventLoops`); the loop that resets it wakes the others.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from raylane.core import wake
+from raylane.core.signals import wake
 
 log = logging.getLogger("raylane.graph")
 

@@ -15,7 +15,7 @@ from raylane import _ray
 from raylane.core import settings
 from raylane.core.deadline import Deadline
 from raylane.core.memory.segment import Segment
-from raylane.core.place import Place, here
+from raylane.core.process.place import Place, here
 from raylane.errors import GraphPlanError
 from raylane.graph.channels import ring
 from raylane.graph.channels.ends import ChannelEnds

@@ -21,7 +21,7 @@ from typing import Any
 
 from raylane.core.deadline import Deadline
 from raylane.core.native import BUSY, DamagedRing, Section
-from raylane.core.semaphore import post
+from raylane.core.signals.semaphore import post
 from raylane.errors import GraphActorDiedError, GraphClosedError, GraphError, GraphValueError
 from raylane.graph.channels.lease import SegmentGone
 from raylane.graph.channels.published import Fetch, Fetched, fetched_edge

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from raylane import _ray
-from raylane.core import wake
 from raylane.core.deadline import Deadline
-from raylane.core.place import alive, here
-from raylane.core.watcher import Watch, watcher
+from raylane.core.process.place import alive, here
+from raylane.core.process.watcher import Watch, watcher
+from raylane.core.signals import wake
 from raylane.errors import GraphClosedError, GraphError, GraphTimeoutError
 from raylane.graph.channels.lease import LeasePool, LeaseReader
 from raylane.graph.channels.peer_network import PeerNetwork

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from raylane.core.deadline import Deadline
-from raylane.core.semaphore import block, try_wait
+from raylane.core.signals.semaphore import block, try_wait
 from raylane.errors import GraphActorDiedError, GraphClosedError, GraphError, GraphTimeoutError
 from raylane.graph.channels.layout import CONTROL_SLOTS
 from raylane.graph.channels.peer_link import Writer

@@ -21,7 +21,7 @@ import functools
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from raylane.core.place import Place
+from raylane.core.process.place import Place
 from raylane.errors import GraphPlanError
 from raylane.graph.nodes import connects_hosts
 from raylane.graph.plan.ir import DRIVER, Edge, Plan

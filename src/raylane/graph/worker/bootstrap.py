@@ -13,7 +13,7 @@ from typing import Any
 
 from raylane import _ray
 from raylane.core import settings
-from raylane.core.place import here
+from raylane.core.process.place import here
 from raylane.errors import GraphPlanError
 from raylane.graph.channels.layout import GraphLayout
 from raylane.graph.channels.peer_network import PeerNetwork

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from raylane.core.semaphore import post
+from raylane.core.signals.semaphore import post
 from raylane.graph.channels.published import Fetch, Fetched
 from raylane.graph.channels.ring import ProcessDoorbell
 

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from raylane.core.semaphore import post
+from raylane.core.signals.semaphore import post
 from raylane.graph.channels.lease import POLL_INTERVAL_S
 from raylane.graph.channels.ring import ProcessDoorbell
 from raylane.graph.lifecycle import Event, State

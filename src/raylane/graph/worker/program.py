@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from raylane.core.place import Place
+from raylane.core.process.place import Place
 from raylane.graph.channels.layout import GraphLayout
 from raylane.graph.plan.ir import Plan
 

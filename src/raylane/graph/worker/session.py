@@ -18,10 +18,10 @@ from collections.abc import Callable
 from typing import Any
 
 from raylane import _ray
-from raylane.core import wake
 from raylane.core.deadline import Deadline
-from raylane.core.place import Place, alive
-from raylane.core.semaphore import try_wait
+from raylane.core.process.place import Place, alive
+from raylane.core.signals import wake
+from raylane.core.signals.semaphore import try_wait
 from raylane.errors import GraphError
 from raylane.graph.channels import published
 from raylane.graph.channels.ends import ChannelEnds

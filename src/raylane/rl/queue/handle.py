@@ -28,8 +28,8 @@ from typing import Any
 import ray
 
 from raylane.core.deadline import Deadline
-from raylane.core.finalizing import finalize_here
-from raylane.core.place import here
+from raylane.core.process.finalizing import finalize_here
+from raylane.core.process.place import here
 from raylane.errors import QueueClosedError, QueueError, QueueLostError, QueueTimeoutError
 from raylane.rl.queue.actor import Commit, QueueActor
 from raylane.rl.queue.blocks import BlockWriter, block_bytes

@@ -10,9 +10,9 @@ import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from raylane.core import vm
 from raylane.core.memory.segment import Segment
-from raylane.core.watcher import watcher
+from raylane.core.process import vm
+from raylane.core.process.watcher import watcher
 from raylane.rl.queue.blocks import PAGE_BYTES
 
 

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import ray
 
-from raylane.core.reachable import check_reachable
-from raylane.core.variables import AT_NORMAL_PRIORITY, variables
+from raylane.core.process.environment import AT_NORMAL_PRIORITY, variables
+from raylane.core.process.reachable import check_reachable
 from raylane.errors import ConfigError
 from raylane.training.config.schema import ClusterConfig
 

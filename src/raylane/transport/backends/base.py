@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 from raylane.core.deadline import Deadline
 from raylane.core.memory.buffer_pool import BufferPool
-from raylane.core.place import Place
+from raylane.core.process.place import Place
 from raylane.errors import TransportUnavailableError
 from raylane.transport.hold.blocks import copy_parts
 from raylane.transport.hold.store import Store

@@ -26,16 +26,17 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
-from raylane.core import place, settings, vm
-from raylane.core.collector import paused
-from raylane.core.copying import copy_many
+from raylane.core import settings
 from raylane.core.deadline import Deadline
 from raylane.core.memory.header_slots import next_count
 from raylane.core.memory.layout import address_of, blocks_in, segment_offsets
 from raylane.core.memory.mappings import MOST_IDLE, Mappings
 from raylane.core.memory.sealed import map_sealed
 from raylane.core.memory.shared_pool import map_shared
-from raylane.core.place import Place
+from raylane.core.process import place, vm
+from raylane.core.process.copying import copy_many
+from raylane.core.process.gc_pauses import paused
+from raylane.core.process.place import Place
 from raylane.errors import SourceLostError, TransportError, TransportUnavailableError
 from raylane.transport.backends.base import (
     Backend,

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from raylane.core.deadline import Deadline
-from raylane.core.variables import variables
+from raylane.core.process.environment import variables
 from raylane.errors import TransportUnavailableError
 from raylane.transport.backends.base import Capability, Process
 from raylane.transport.backends.channels import Channel, ChannelBackend

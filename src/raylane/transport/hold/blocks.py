@@ -6,10 +6,10 @@ import ctypes
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from raylane.core.collector import paused
 from raylane.core.deadline import Deadline
 from raylane.core.memory.buffer_pool import BufferPool
 from raylane.core.memory.layout import bytes_at, small_blocks
+from raylane.core.process.gc_pauses import paused
 from raylane.errors import TransportError
 from raylane.transport.value.parts import Part
 from raylane.transport.value.ticket import Ticket, receive_error

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from raylane.core.memory.layout import SMALL_BLOCK_BYTES, segment_offsets
-from raylane.core.spans import Span
+from raylane.core.memory.spans import Span
 from raylane.transport.value.layout import Layout, local_device
 
 _T = TypeVar("_T")

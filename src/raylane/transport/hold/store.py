@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from raylane.core import vm
 from raylane.core.deadline import Deadline
 from raylane.core.memory.header_slots import HeaderSlots
 from raylane.core.memory.layout import address_of, blocks_in, bytes_at, segment_offsets
 from raylane.core.memory.sealed import map_segment
 from raylane.core.memory.shared_pool import SharedPool, SharedSegment
-from raylane.core.spans import Span
+from raylane.core.memory.spans import Span
+from raylane.core.process import vm
 
 # Graphs import this module through the listener, and must not load torch for it: importing torch costs an actor two
 # seconds. The functions below import `codec` and `guards` when a value with tensors exists, so torch is loaded already.

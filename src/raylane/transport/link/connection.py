@@ -26,9 +26,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
-from raylane.core import place
 from raylane.core.deadline import Deadline
-from raylane.core.place import Place
+from raylane.core.process import place
+from raylane.core.process.place import Place
 from raylane.errors import ProtocolError, SourceLostError, TransferTimeoutError, TransportError
 from raylane.transport.link import tls, wire
 from raylane.transport.link.wire import Address as Address  # re-exported for graphs

@@ -9,8 +9,8 @@ from __future__ import annotations
 import msgspec
 
 from raylane import _ray
-from raylane.core import place
-from raylane.core.place import Place
+from raylane.core.process import place
+from raylane.core.process.place import Place
 from raylane.transport.value.source import Source
 
 _ACTORS = "actor/"

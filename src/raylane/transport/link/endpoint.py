@@ -16,12 +16,13 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from raylane import _ray
-from raylane.core import place, settings, vm
-from raylane.core.daemon_pool import MAX_FETCHES, FetchPool
+from raylane.core import settings
 from raylane.core.deadline import Deadline
 from raylane.core.memory import mappings, regions
 from raylane.core.memory.buffer_pool import BufferPool
 from raylane.core.memory.shared_pool import SharedPool
+from raylane.core.process import place, vm
+from raylane.core.process.daemon_pool import MAX_FETCHES, FetchPool
 from raylane.errors import ProtocolError, SourceLostError, TransportError, TransportUnavailableError
 from raylane.transport.hold.budget import Budget
 from raylane.transport.hold.lifetime import ActorKeeper, AnchorPool

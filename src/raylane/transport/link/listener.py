@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from raylane.core.memory.shared_pool import SharedSegment
-from raylane.core.peer import uid_of
+from raylane.core.process.place import uid_of
 from raylane.transport.hold.store import Entry, Store
 from raylane.transport.link import tls, wire
 from raylane.transport.link.connection import TakeStream

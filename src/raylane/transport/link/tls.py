@@ -18,8 +18,9 @@ import ssl
 from collections.abc import Iterable
 from typing import Any
 
-from raylane.core import settings, vm
-from raylane.core.variables import use_tls
+from raylane.core import settings
+from raylane.core.process import vm
+from raylane.core.process.environment import use_tls
 from raylane.errors import TransportError
 
 _STAGE_BYTES = 1 << 18

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from raylane import _ray
 from raylane.core import settings
-from raylane.core.place import Place
+from raylane.core.process.place import Place
 from raylane.errors import TransportError
 from raylane.transport.observe.metrics import TransferMetrics
 from raylane.transport.observe.tracing import trace_of_environment

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from raylane.core import settings
-from raylane.core.place import Place
+from raylane.core.process.place import Place
 
 log = logging.getLogger("raylane.transport")
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from raylane.core import copying
 from raylane.core.deadline import Deadline
 from raylane.core.memory import regions
 from raylane.core.memory.layout import blocks_in, bytes_at, segment_offsets
+from raylane.core.process import copying
 from raylane.errors import TransferTimeoutError
 from raylane.transport.link.endpoint import existing
 from raylane.transport.value import codec

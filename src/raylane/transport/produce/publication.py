@@ -25,11 +25,12 @@ import numpy as np
 import torch
 
 from raylane import _ray
-from raylane.core import settings, vm
-from raylane.core.collector import paused
+from raylane.core import settings
 from raylane.core.memory import regions
 from raylane.core.memory.layout import bytes_at
 from raylane.core.memory.sealed import write_segment
+from raylane.core.process import vm
+from raylane.core.process.gc_pauses import paused
 from raylane.errors import TransportError
 from raylane.transport.backends.base import AUTO
 from raylane.transport.backends.registry import prepare_source

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from raylane.core import copying
 from raylane.core.deadline import Deadline
 from raylane.core.memory.layout import bytes_at
+from raylane.core.process import copying
 from raylane.transport.backends.registry import backends, find
 from raylane.transport.hold.blocks import take_blocks
 from raylane.transport.hold.device_memory import OnDevice, as_here

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from raylane.core.place import Place
+from raylane.core.process.place import Place
 from raylane.errors import TransportUnavailableError
 from raylane.transport.backends.base import AUTO, Backend
 from raylane.transport.value.source import Source

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from raylane.core.deadline import Deadline
-from raylane.core.spans import Span, merge
+from raylane.core.memory.spans import Span, merge
 from raylane.errors import TransportUnavailableError
 from raylane.transport.read.targets import Destination, Targets, match, structure, with_part
 from raylane.transport.value import codec

@@ -16,10 +16,10 @@ import msgspec
 import torch
 
 from raylane import _ray
-from raylane.core.collector import paused
 from raylane.core.deadline import Deadline
 from raylane.core.memory.layout import bytes_at
-from raylane.core.place import Place
+from raylane.core.process.gc_pauses import paused
+from raylane.core.process.place import Place
 from raylane.errors import TensorMutatedError, TransportError, TransportUnavailableError
 from raylane.transport.backends.base import AUTO, Backend, FetchResult, ProcessPart, UnavailableNowError, has_cuda
 from raylane.transport.backends.registry import backends, find

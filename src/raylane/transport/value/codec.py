@@ -24,7 +24,7 @@ from torch.nn import Parameter
 
 from raylane import _ray
 from raylane.core.memory.layout import bytes_at
-from raylane.core.spans import Span, merge
+from raylane.core.memory.spans import Span, merge
 from raylane.errors import TensorFreedError
 from raylane.transport.value.layout import (
     ARRAY,

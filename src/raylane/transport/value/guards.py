@@ -34,8 +34,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from raylane.core import vm
 from raylane.core.memory.layout import address_of
+from raylane.core.process import vm
 
 _IMPL_BYTES = 256
 _STORAGE_BYTES = 128

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import torch
 
-from raylane.core.spans import Span
+from raylane.core.memory.spans import Span
 
 TENSOR, PARAMETER, ARRAY = 0, 1, 2
 """Kinds of leaves."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from raylane.core.spans import Span, merge, strided_span
+from raylane.core.memory.spans import Span, merge, strided_span
 
 SPARSE_VIEW_FACTOR = 2
 """Ratio of span to elements above which a view (such as a column of a matrix) is packed before its transfer."""

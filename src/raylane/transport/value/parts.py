@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from raylane.core.spans import Span, strided_span
+from raylane.core.memory.spans import Span, strided_span
 from raylane.transport.value.layout import ARRAY, LeafSpec
 
 RUN_BYTES = 2048

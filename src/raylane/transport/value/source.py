@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from raylane.core.place import Place
+from raylane.core.process.place import Place
 
 
 class Source(msgspec.Struct, frozen=True, array_like=True):

@@ -11,10 +11,10 @@ from typing import Any
 
 import msgspec
 
-from raylane.core.collector import paused
 from raylane.core.deadline import Deadline
 from raylane.core.memory.header_slots import HeaderSlots
-from raylane.core.spans import Span
+from raylane.core.memory.spans import Span
+from raylane.core.process.gc_pauses import paused
 from raylane.errors import TensorFreedError, TransferTimeoutError, TransportError
 from raylane.transport.value.layout import ARRAY, LeafSpec
 from raylane.transport.value.source import Source

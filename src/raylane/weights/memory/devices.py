@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from raylane.core.copying import copy_many
+from raylane.core.process.copying import copy_many
 from raylane.weights.layout.boxes import Box, View
 from raylane.weights.memory.tensors import Regions, views_of
 

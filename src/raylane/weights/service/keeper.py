@@ -14,10 +14,11 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 from raylane import _ray
-from raylane.core import settings, vm
+from raylane.core import settings
 from raylane.core.deadline import Deadline
 from raylane.core.memory.segment import Segment
-from raylane.core.place import start_ticks
+from raylane.core.process import vm
+from raylane.core.process.place import start_ticks
 from raylane.errors import WeightsError, WeightsLostError, WeightsTimeoutError
 from raylane.weights.chunks.delta import DeltaOptions, LinkSpeed, Run
 from raylane.weights.chunks.patches import (

@@ -17,7 +17,7 @@ from typing import Any
 
 import ray
 
-from raylane.core.watcher import Watch, watcher
+from raylane.core.process.watcher import Watch, watcher
 from raylane.weights.state.readers import LeaseEvent, ReaderKey
 
 RENEW_S = 5.0

@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from raylane.core.place import here
+from raylane.core.process.place import here
 from raylane.core.state_table import StateTable, unchanged
 
 LEASE_S = 20.0

@@ -25,8 +25,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from raylane.core.deadline import Deadline
-from raylane.core.spans import Span
-from raylane.core.variables import variables
+from raylane.core.memory.spans import Span
+from raylane.core.process.environment import variables
 from raylane.errors import TransportUnavailableError
 from raylane.transport.backends.base import ChannelError
 from raylane.transport.backends.nixl.memory import Registration, Registrations

@@ -20,8 +20,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from raylane.core.finalizing import hand_over
-from raylane.core.spans import Span
+from raylane.core.memory.spans import Span
+from raylane.core.process.finalizing import hand_over
 from raylane.transport.backends.pieces import HOST, OwnedMemory
 
 MAX_UNUSED = 1024

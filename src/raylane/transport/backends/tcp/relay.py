@@ -30,8 +30,7 @@ from raylane.core import settings
 from raylane.core.deadline import Deadline
 from raylane.core.memory.layout import segment_offsets
 from raylane.core.memory.shared_pool import map_received
-from raylane.core.peer import uid_of
-from raylane.core.place import Place
+from raylane.core.process.place import Place, uid_of
 from raylane.transport.backends.base import FetchResult, Process, ProcessPart
 from raylane.transport.backends.tcp.patience import RelayWait
 from raylane.transport.link.connection import Link

@@ -17,7 +17,7 @@ import socket
 import threading
 from collections.abc import Callable
 
-from raylane.core.place import start_ticks
+from raylane.core.process.place import start_ticks
 
 log = logging.getLogger("raylane.core")
 

@@ -14,7 +14,7 @@ import ctypes
 import os
 import threading
 
-from raylane.core.place import Place
+from raylane.core.process.place import Place
 
 _PIDFD_GETFD = 438
 """Number of the system call, the same on every architecture (asm-generic/unistd.h)."""

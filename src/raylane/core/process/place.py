@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import socket
+import struct
 
 import msgspec
 
@@ -97,3 +98,9 @@ def _here(pid: int) -> Place:
         start_ticks=ticks,
         hostname=socket.gethostname(),
     )
+
+
+def uid_of(sock: socket.socket) -> int:
+    """Return the user id of the process at the other end of a Unix socket (SO_PEERCRED, unix(7))."""
+    uid: int = struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
+    return uid

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from raylane.core.variables import use_tls
+from raylane.core.process.environment import use_tls
 
 CONNECT_TIMEOUT_S = 15.0
 """Time in seconds in which a Ray cluster must accept a connection, and then answer."""

@@ -18,8 +18,8 @@ import time
 from collections.abc import Iterable, Sequence
 
 from raylane.core import settings
-from raylane.core.copying import MAX_THREADS, ThreadChoice
 from raylane.core.deadline import Deadline
+from raylane.core.process.copying import MAX_THREADS, ThreadChoice
 
 IOV_MAX = 1024
 MAX_BYTES_PER_CALL = 64 << 20

@@ -1,0 +1,1 @@
+"""Signals between processes of a host: semaphores, eventfds, and how long to wait before sleeping."""
