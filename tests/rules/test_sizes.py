@@ -18,7 +18,7 @@ LONG_FUNCTIONS: dict[str, str] = {}
 PACKAGE = ROOT / "src" / "raylane"
 BUDGETS = {
     "cli": 1048,
-    "core": 1805,
+    "core": 1807,
     "graph": 6698,
     "modules": 552,
     "nemo": 988,

@@ -20,7 +20,7 @@ from tests.transport.crews import OneMaker
 import raylane
 from raylane.core.deadline import Deadline
 from raylane.transport.read.deliver import Present, delivery
-from raylane.transport.read.reader import fit
+from raylane.transport.read.unpickling import fit
 from raylane.transport.value import codec
 from raylane.transport.value.leaf_memory import tied
 

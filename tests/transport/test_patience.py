@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raylane.transport.backends.tcp.patience import SILENT_S, RelayWait
+from raylane.transport.backends.tcp.relay_wait import SILENT_S, RelayWait
 
 
 def test_silence_ends_the_wait() -> None:

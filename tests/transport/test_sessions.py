@@ -16,8 +16,8 @@ from tests.transport.unpickling import FetchedWhileUnpickled
 
 import raylane
 from raylane.core.deadline import Deadline
-from raylane.transport.read.reader import collect
 from raylane.transport.read.redeem import redeem
+from raylane.transport.read.unpickling import collect
 
 REINIT = """
 import ray, torch, raylane, threading

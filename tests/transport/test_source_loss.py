@@ -31,8 +31,8 @@ from raylane.errors import (
     TransportUnavailableError,
 )
 from raylane.transport.link.connection import Link
-from raylane.transport.read.reader import collect
 from raylane.transport.read.redeem import redeem
+from raylane.transport.read.unpickling import collect
 
 pytestmark = [pytest.mark.faults, pytest.mark.usefixtures("victims", "cluster")]
 N = 4_000_000  # 16 MB

@@ -125,7 +125,7 @@ def test_slots_beyond_the_budget_are_refused(monkeypatch: pytest.MonkeyPatch) ->
 def test_forked_child_keeps_the_locks_of_its_parent() -> None:
     code = """if True:
         import gc, os
-        from raylane.core.memory.locks import WRITE, is_free
+        from raylane.core.memory.file_locks import WRITE, is_free
         from raylane.weights.memory.slots import OpenSlot, make_slot
         segment = make_slot(1, 100)
         slot, other = (OpenSlot(segment.path, 1, private=True) for _ in range(2))

@@ -14,9 +14,9 @@ import ray
 
 from raylane.cli.weights import render_readers
 from raylane.core.process.place import here, start_ticks
-from raylane.weights.service import lag_metrics, leases
+from raylane.weights.service import lag_metrics, reader_watch
 from raylane.weights.service.lag_metrics import LagGauge, report_lags
-from raylane.weights.service.leases import CatalogueEnded, Leases, WatchedReaders
+from raylane.weights.service.reader_watch import CatalogueEnded, Leases, WatchedReaders
 from raylane.weights.state.readers import (
     LEASE_S,
     MOST_COMMITS,
@@ -302,9 +302,9 @@ class Catalogue:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leases, "PAUSE_S", 0.001)
-    monkeypatch.setattr(leases, "ANSWER_S", 0.01)
-    monkeypatch.setattr(leases, "RENEW_S", 0.01)
+    monkeypatch.setattr(reader_watch, "PAUSE_S", 0.001)
+    monkeypatch.setattr(reader_watch, "ANSWER_S", 0.01)
+    monkeypatch.setattr(reader_watch, "RENEW_S", 0.01)
 
 
 def run(scene: Callable[[Catalogue], Awaitable[None]], *found: ReaderKey) -> None:

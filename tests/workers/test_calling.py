@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raylane.workers.calling import CALLING_TRANSITIONS, Calling, CallingEvent
+from raylane.workers.call_states import CALLING_TRANSITIONS, Calling, CallingEvent
 
 
 def after(*events: CallingEvent, begin: Calling = Calling.UNTRIED) -> Calling:

@@ -26,8 +26,8 @@ from raylane.transport.api import put
 from raylane.transport.backends.base import NO_DEVICE
 from raylane.transport.backends.registry import backends
 from raylane.transport.link.endpoint import endpoint
-from raylane.transport.read.reader import collect
 from raylane.transport.read.redeem import redeem
+from raylane.transport.read.unpickling import collect
 from raylane.transport.value.guards import array_layout_known, counter_offsets, torch_layout
 
 PROBE_FLOATS = 250_000

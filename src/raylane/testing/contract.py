@@ -26,8 +26,8 @@ from raylane.errors import SourceLostError, TensorFreedError, TransportError
 from raylane.transport.api import put
 from raylane.transport.backends.registry import backends
 from raylane.transport.link.endpoint import endpoint
-from raylane.transport.read.reader import Pending, collect
 from raylane.transport.read.redeem import redeem
+from raylane.transport.read.unpickling import Pending, collect
 
 SIZES = (0, 1, 7, 4096, 65_535, 65_536, 1_000_001, 20_000_000)
 

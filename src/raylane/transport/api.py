@@ -24,7 +24,7 @@ from raylane.transport.produce.buffers import wait_free
 from raylane.transport.produce.options import publish_options
 from raylane.transport.produce.publication import Publication, PublishOnPickle
 from raylane.transport.read.deliver import Delivery, Present, delivery
-from raylane.transport.read.reader import Pending, collect, fit
+from raylane.transport.read.unpickling import Pending, collect, fit
 
 ABANDONED_AFTER_S = 2.0
 """Interval in seconds at which a thread that waits for a coroutine checks whether the coroutine was cancelled."""

@@ -47,7 +47,7 @@ from raylane.graph.driver.result import GraphResult
 from raylane.graph.nodes import InputNode, MultiOutputNode, bind, first
 from raylane.graph.values import references
 from raylane.workers.batch import BatchDict
-from raylane.workers.calling import CALLING_TRANSITIONS, Calling, CallingEvent
+from raylane.workers.call_states import CALLING_TRANSITIONS, Calling, CallingEvent
 from raylane.workers.dispatch import DispatchPlan
 from raylane.workers.future import PendingCalls, lost, translated
 from raylane.workers.group import STUCK_S, Dispatch, Path, WorkerGroup, unpicklable

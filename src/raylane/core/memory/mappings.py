@@ -21,8 +21,8 @@ from collections.abc import Callable
 from typing import Any
 
 from raylane.core.memory import regions
+from raylane.core.memory.file_locks import READ, UNLOCK, lock
 from raylane.core.memory.idle_pool import IdlePool
-from raylane.core.memory.locks import READ, UNLOCK, lock
 from raylane.core.memory.sealed import map_sealed
 from raylane.core.memory.segment import Segment
 from raylane.core.process.finalizing import finalize_here

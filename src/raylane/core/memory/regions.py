@@ -39,7 +39,7 @@ import threading
 import weakref
 from typing import Any, NamedTuple
 
-from raylane.core.memory import locks
+from raylane.core.memory import file_locks
 from raylane.core.memory.segment import Segment, map_file
 from raylane.core.signals import semaphore
 from raylane.core.signals.semaphore import SEMAPHORE_BYTES
@@ -91,7 +91,9 @@ class Region:
     @property
     def is_read(self) -> bool:
         """True if a graph's receiver or a process that has mapped a published value holds memory of this region."""
-        return self.is_under_way or self.held_count > 0 or not locks.is_free(self._fd, locks.WRITE, DATA_OFFSET)
+        return (
+            self.is_under_way or self.held_count > 0 or not file_locks.is_free(self._fd, file_locks.WRITE, DATA_OFFSET)
+        )
 
     @property
     def held_count(self) -> int:
@@ -159,7 +161,7 @@ def _held_count(fd: int, header: memoryview, address: int, own_place: int = 0) -
         if not header[place + _USED_AT]:
             break
         held = semaphore.value(address + place)
-        if held and (place == own_place or not locks.is_free(fd, locks.WRITE, place, 1)):
+        if held and (place == own_place or not file_locks.is_free(fd, file_locks.WRITE, place, 1)):
             count += held
     return count
 
@@ -177,7 +179,7 @@ class ReadRegion:
         for place in _PLACES:
             # Before the place is tried: of two readers that try it, one goes on to the next.
             self.segment.view[place + _USED_AT] = 1
-            if locks.lock(self.segment.fd, locks.WRITE, place, 1):
+            if file_locks.lock(self.segment.fd, file_locks.WRITE, place, 1):
                 semaphore.init(self.segment.address + place)  # a dead reader may have left its count
                 self._place = place
                 return

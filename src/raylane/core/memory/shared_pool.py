@@ -20,9 +20,9 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+from raylane.core.memory.file_locks import READ, UNLOCK, WRITE, lock
 from raylane.core.memory.idle_pool import IdlePool
 from raylane.core.memory.layout import blocks_in, segment_offsets, size_class
-from raylane.core.memory.locks import READ, UNLOCK, WRITE, lock
 from raylane.core.memory.segment import HEAD_BYTES, Segment, has_fixed_size, open_other
 
 _WASTE = 2

@@ -26,7 +26,7 @@ from raylane.transport.link.endpoint import endpoint
 from raylane.transport.produce.options import PublishOptions, publish_options
 from raylane.transport.produce.publication import Publication, PublishOnPickle
 from raylane.transport.read.invocation import WRAPPER_ATTRIBUTE, claim, release, task_to_publish
-from raylane.transport.read.reader import Pending
+from raylane.transport.read.unpickling import Pending
 
 OPTIONS_ATTRIBUTE = "__raylane_options__"
 

@@ -38,7 +38,7 @@ from raylane.transport.hold.device_memory import OnDevice, current_streams
 from raylane.transport.hold.store import Entry
 from raylane.transport.link.endpoint import Endpoint, endpoint
 from raylane.transport.produce.options import PublishOptions
-from raylane.transport.read.reader import materialize
+from raylane.transport.read.unpickling import materialize
 from raylane.transport.value import codec
 from raylane.transport.value.guards import digest, footprint, guard_ranges, write_counters
 from raylane.transport.value.layout import Layout

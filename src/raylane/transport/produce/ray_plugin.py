@@ -25,7 +25,7 @@ from raylane.transport.link.endpoint import endpoint
 from raylane.transport.produce.options import PublishOptions
 from raylane.transport.produce.publication import Publication, publish_leaves, stays_on_device
 from raylane.transport.read.deliver import PLAIN, Delivery
-from raylane.transport.read.reader import Pending, fit
+from raylane.transport.read.unpickling import Pending, fit
 from raylane.transport.value import codec
 from raylane.transport.value.ticket import decode_ticket, encode_ticket
 

@@ -1,4 +1,7 @@
-"""Choice of the transport between two places, with reasons. Pure: places and records in, names and reasons out."""
+"""Choice of the transport between two places, with reasons. Pure: places and records in, names and reasons out.
+
+Called by `redeem`.
+"""
 
 from __future__ import annotations
 

@@ -14,9 +14,9 @@ from raylane.core.deadline import Deadline
 from raylane.errors import TransferTimeoutError
 from raylane.transport.backends.registry import check_name
 from raylane.transport.read.deliver import Delivery, Present, check_target, convert, copy_into, delivery
-from raylane.transport.read.reader import Pending, collect
 from raylane.transport.read.redeem import redeem_parts
 from raylane.transport.read.targets import Path, paths, structure
+from raylane.transport.read.unpickling import Pending, collect
 from raylane.transport.value import codec
 from raylane.transport.value.layout import ARRAY, PARAMETER, TENSOR, LeafSpec, array_dtype, itemsize_of
 from raylane.transport.value.parts import size_of, sliced

@@ -25,7 +25,7 @@ import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from raylane.core.deadline import Deadline
-from raylane.core.memory.locks import READ, UNLOCK, WRITE, is_free, lock
+from raylane.core.memory.file_locks import READ, UNLOCK, WRITE, is_free, lock
 from raylane.core.memory.segment import Segment
 from raylane.errors import WeightsLostError, WeightsTimeoutError
 

@@ -26,7 +26,7 @@ from raylane.weights.service.answers import GenerationKey, VersionInfo, VersionO
 from raylane.weights.service.copies import PAUSE_S, Copies, answered
 from raylane.weights.service.keeper import Incarnation, Keeper, PartKind, Turn, when_job_ends
 from raylane.weights.service.lag_metrics import report_lags
-from raylane.weights.service.leases import ANSWER_S, CatalogueEnded, Leases, host_lives
+from raylane.weights.service.reader_watch import ANSWER_S, CatalogueEnded, Leases, host_lives
 from raylane.weights.state.ledger import Generation, Ledger, Version, VersionState
 from raylane.weights.state.readers import LeaseEvent, NamedReaders, ReaderInfo, ReaderKey, VersionKey
 from raylane.weights.state.starts import PublisherKey, RankKey, RankRegistration, StartKey, StartState

@@ -22,7 +22,7 @@ from raylane.core.deadline import Cancellation, Deadline
 from raylane.errors import WeightsError, WeightsLostError, WeightsTimeoutError
 from raylane.weights.service.answers import VersionInfo
 from raylane.weights.service.catalogue import NAMESPACE, Catalogue, actor_names, own_error, start_actor
-from raylane.weights.service.leases import CatalogueEnded
+from raylane.weights.service.reader_watch import CatalogueEnded
 from raylane.weights.state.readers import ReaderInfo
 
 _T = TypeVar("_T")

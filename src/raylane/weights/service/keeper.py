@@ -33,7 +33,7 @@ from raylane.weights.chunks.patches import (
     restore,
 )
 from raylane.weights.memory.slots import OpenSlot, StaleSlot, make_slot, mark_dropped, words_of
-from raylane.weights.service.leases import WatchedReaders
+from raylane.weights.service.reader_watch import WatchedReaders
 from raylane.weights.state.readers import ReaderKey
 from raylane.weights.state.starts import PublisherKey
 

@@ -10,7 +10,8 @@ Numbers of versions and generations never repeat within the *life* of a name, wh
 end. So the life and a number together identify a version, and everybody who compares versions compares both.
 
 Every host of a generation has `keep` slots. A version takes the slot of the oldest version that is not among the newest
-`keep - 1` committed ones. Called by `catalogue`.
+`keep - 1` committed ones. A writer then waits for the readers of that slot, by its lock (`memory.slots`). Called by
+`catalogue`.
 """
 
 from __future__ import annotations

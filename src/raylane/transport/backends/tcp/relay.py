@@ -32,7 +32,7 @@ from raylane.core.memory.layout import segment_offsets
 from raylane.core.memory.shared_pool import map_received
 from raylane.core.process.place import Place, uid_of
 from raylane.transport.backends.base import FetchResult, Process, ProcessPart
-from raylane.transport.backends.tcp.patience import RelayWait
+from raylane.transport.backends.tcp.relay_wait import RelayWait
 from raylane.transport.link.connection import Link
 from raylane.transport.value.ticket import Ticket
 

@@ -1,4 +1,4 @@
-"""Redemption of tickets: unpickling a ticket calls `materialize`, and `raylane.get` calls `redeem`.
+"""Unpickling of tickets: it calls `materialize`, and `raylane.get` collects tickets to redeem them together.
 
 `materialize` is named in every ticket. It returns the value or, if the value cannot be had, an *instance* of a
 TransportError: Ray raises such an instance itself, with its class, wherever the value would have been used. Unpickling
