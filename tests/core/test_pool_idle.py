@@ -6,7 +6,7 @@ import gc
 import threading
 from collections.abc import Callable
 
-from raylane.core.memory.buffer_pool import BufferPool
+from raylane.core.memory.receive_pool import BufferPool
 
 
 def trimmers() -> list[threading.Thread]:

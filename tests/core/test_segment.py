@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from raylane.core.memory.buffer_pool import HUGE_FROM_BYTES, HUGE_PAGE, BufferPool
 from raylane.core.memory.header_slots import HeaderSlots
 from raylane.core.memory.layout import address_of, size_class
+from raylane.core.memory.receive_pool import HUGE_FROM_BYTES, HUGE_PAGE, BufferPool
 from raylane.core.memory.sealed import map_segment, write_segment
 from raylane.core.process import vm
 

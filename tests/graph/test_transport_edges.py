@@ -22,7 +22,7 @@ from tests.transport.managers import FileManager
 
 import raylane
 from raylane import MultiOutputNode, bind
-from raylane.core.memory.buffer_pool import BufferPool
+from raylane.core.memory.receive_pool import BufferPool
 from raylane.core.process.place import Place
 from raylane.errors import GraphActorDiedError, GraphClosedError, GraphError, GraphPlanError, GraphTimeoutError
 from raylane.graph.worker.loop import graph_loop

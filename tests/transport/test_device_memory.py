@@ -13,8 +13,8 @@ import torch
 
 import raylane
 from raylane.core.deadline import Deadline
-from raylane.core.memory.buffer_pool import BufferPool
 from raylane.core.memory.layout import SMALL_BLOCK_BYTES
+from raylane.core.memory.receive_pool import BufferPool
 from raylane.core.memory.spans import Span
 from raylane.core.process.place import Place
 from raylane.errors import ProtocolError, TransportUnavailableError

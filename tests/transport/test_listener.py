@@ -23,8 +23,8 @@ from raylane import _ray
 from raylane.core.deadline import Deadline
 from raylane.core.process import place
 from raylane.errors import ProtocolError, SourceLostError, TransferTimeoutError
-from raylane.transport.hold import lifetime
-from raylane.transport.hold.lifetime import ActorKeeper, AnchorPool
+from raylane.transport.hold import anchors as anchor_pools
+from raylane.transport.hold.anchors import ActorKeeper, AnchorPool
 from raylane.transport.link import listener, wire
 from raylane.transport.link.connection import Link, LinkPool
 from raylane.transport.value.source import Source
@@ -374,9 +374,9 @@ def test_ref_that_is_gone_already_calls_back_at_once(monkeypatch: pytest.MonkeyP
 
 def test_spare_anchors_are_dropped_when_none_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray ends no idle worker that owns objects, so workers of tasks that had published once stayed for ever."""
-    monkeypatch.setattr(lifetime, "SPARE_KEPT_S", 0.05)
-    monkeypatch.setattr(lifetime.ray, "put", lambda value: object())
-    monkeypatch.setattr(lifetime._ray, "empty_task_refs", lambda count: [object() for _ in range(count)])
+    monkeypatch.setattr(anchor_pools, "SPARE_KEPT_S", 0.05)
+    monkeypatch.setattr(anchor_pools.ray, "put", lambda value: object())
+    monkeypatch.setattr(anchor_pools._ray, "empty_task_refs", lambda count: [object() for _ in range(count)])
     anchors = AnchorPool()
     for _ in range(2):  # the thread that has ended is started again
         taken = {anchors.take() for _ in range(40)}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from raylane.core.memory.buffer_pool import BufferPool, mapping_of
+from raylane.core.memory.receive_pool import BufferPool, mapping_of
 from raylane.core.memory.spans import Span
 from raylane.errors import TransportUnavailableError
 from raylane.transport.backends.nixl import agent as nixl_agent

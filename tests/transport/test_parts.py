@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from raylane.core.deadline import Deadline
-from raylane.core.memory.buffer_pool import BufferPool
 from raylane.core.memory.layout import bytes_at
+from raylane.core.memory.receive_pool import BufferPool
 from raylane.transport.read.deliver import check_target
 from raylane.transport.read.receiving import receive
 from raylane.transport.read.targets import Targets, match, paths, structure

@@ -20,7 +20,7 @@ import torch
 from tests.transport.servers import SECRET, Server, entry_of
 
 from raylane.core.deadline import Deadline
-from raylane.core.memory.buffer_pool import BufferPool
+from raylane.core.memory.receive_pool import BufferPool
 from raylane.core.memory.shared_pool import SharedPool
 from raylane.core.process import place
 from raylane.errors import SourceLostError, TensorFreedError

@@ -23,7 +23,7 @@ from tests.transport.unpickling import FetchedWhileUnpickled
 import raylane
 from raylane import _ray
 from raylane.errors import TransferTimeoutError, TransportError
-from raylane.transport.hold.lifetime import ActorKeeper
+from raylane.transport.hold.anchors import ActorKeeper
 from raylane.transport.link.endpoint import close, endpoint
 
 pytestmark = pytest.mark.usefixtures("cluster")

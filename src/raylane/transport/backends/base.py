@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from raylane.core.deadline import Deadline
-from raylane.core.memory.buffer_pool import BufferPool
+from raylane.core.memory.receive_pool import BufferPool
 from raylane.core.process.place import Place
 from raylane.errors import TransportUnavailableError
 from raylane.transport.hold.blocks import copy_parts

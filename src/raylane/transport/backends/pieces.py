@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from raylane.core.memory.buffer_pool import BufferPool, mapping_of
 from raylane.core.memory.layout import address_of, bytes_at, small_blocks
+from raylane.core.memory.receive_pool import BufferPool, mapping_of
 from raylane.core.memory.spans import Span
 from raylane.core.process import vm
 from raylane.transport.hold.store import Entry

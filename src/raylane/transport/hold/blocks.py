@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from raylane.core.deadline import Deadline
-from raylane.core.memory.buffer_pool import BufferPool
 from raylane.core.memory.layout import bytes_at, small_blocks
+from raylane.core.memory.receive_pool import BufferPool
 from raylane.core.process.gc_pauses import paused
 from raylane.errors import TransportError
 from raylane.transport.value.parts import Part

@@ -19,13 +19,13 @@ from raylane import _ray
 from raylane.core import settings
 from raylane.core.deadline import Deadline
 from raylane.core.memory import mappings, regions
-from raylane.core.memory.buffer_pool import BufferPool
+from raylane.core.memory.receive_pool import BufferPool
 from raylane.core.memory.shared_pool import SharedPool
 from raylane.core.process import place, vm
 from raylane.core.process.daemon_pool import MAX_FETCHES, FetchPool
 from raylane.errors import ProtocolError, SourceLostError, TransportError, TransportUnavailableError
+from raylane.transport.hold.anchors import ActorKeeper, AnchorPool
 from raylane.transport.hold.budget import Budget
-from raylane.transport.hold.lifetime import ActorKeeper, AnchorPool
 from raylane.transport.hold.store import Entry, Store
 from raylane.transport.link import directory, wire
 from raylane.transport.link.connection import Address, Link, LinkPool, LinkT, TakeStream, is_gone

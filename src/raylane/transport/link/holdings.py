@@ -10,8 +10,8 @@ from raylane.transport.hold.store import Entry, Store
 from raylane.transport.link import wire
 
 if TYPE_CHECKING:
-    from raylane.core.memory.buffer_pool import BufferPool
-    from raylane.transport.hold.lifetime import ActorKeeper
+    from raylane.core.memory.receive_pool import BufferPool
+    from raylane.transport.hold.anchors import ActorKeeper
 
 MOST_VALUES = 600
 """Limit of the values in one answer, so that it fits a frame of 1 MiB; a value takes at most 0.9 KB."""

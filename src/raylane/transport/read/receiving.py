@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from raylane.core.deadline import Deadline
-from raylane.core.memory.buffer_pool import BufferPool
 from raylane.core.memory.layout import address_of
+from raylane.core.memory.receive_pool import BufferPool
 from raylane.transport.read.deliver import PLAIN_TENSORS, copy_into
 from raylane.transport.value import codec
 from raylane.transport.value.layout import LeafSpec, itemsize_of
