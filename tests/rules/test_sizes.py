@@ -26,7 +26,7 @@ BUDGETS = {
     "sft": 3056,
     "testing": 206,
     "training": 7565,
-    "transport": 7776,
+    "transport": 7778,
     "weights": 5004,
     "workers": 1473,
 }

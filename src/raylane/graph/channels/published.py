@@ -106,7 +106,7 @@ class PublishingWriter:
         if message is not None:
             return message
         encoder.renew()
-        if self._large_cuda_only and getattr(value, "is_cpu", False):
+        if self._large_cuda_only and self._staging.is_cpu_tensor(value):
             return encoder.encode(value)
         skeleton, leaves = messages.split(value)
         worth = self._staging.large_on_gpu if self._large_cuda_only else self._staging.worth_publishing

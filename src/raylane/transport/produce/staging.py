@@ -58,6 +58,11 @@ def worth_publishing(leaves: Sequence[Any], transport: str) -> bool:
     return sum(int(leaf.nbytes) for leaf in leaves) > INLINE_BYTES
 
 
+def is_cpu_tensor(value: Any) -> bool:
+    """Return True for a tensor in host memory; quicker than to split a value."""
+    return isinstance(value, torch.Tensor) and value.is_cpu
+
+
 def large_on_gpu(leaves: Sequence[Any], transport: str) -> bool:
     """Return True if leaves on GPUs are so large that host memory is the longer way."""
     del transport  # the edge has none of its own
