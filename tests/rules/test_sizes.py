@@ -28,7 +28,7 @@ BUDGETS = {
     "training": 7409,
     "transport": 7776,
     "weights": 5004,
-    "workers": 1473,
+    "workers": 1427,
 }
 """Lines of code of each package, and of the modules beside them, without docstrings, comments and blank lines.
 
