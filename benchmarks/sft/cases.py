@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from benchmarks import measure
-from benchmarks.goals import P99, Ratio, at_most, faster
+from benchmarks.goals import Ratio, faster
 
 RPC, COMPILED, RAY, LOOP, PLAIN = "rpc", "compiled", "ray:compiled", "loop", "plain"
-PIPELINE_TORCH, PIPELINE_RAYLANE = "pp2-torch", "pp2-raylane"
 _ALL_WAYS = (RPC, COMPILED, RAY, LOOP)
 
 
@@ -25,9 +24,9 @@ class Case:
     workers: int
     feed: Literal["worker", "driver"] = "worker"
     """worker: the driver sends a step number; driver: it sends a batch of 64 KB to each worker."""
-    work: Literal["noop", "step20ms", "train", "pipeline", "peers"] = "noop"
-    """Work of a step: none, matrix products of about 20 ms on one thread, or a training step of a small model, whose
-    layers "pipeline" divides among the workers; "peers": whole runs, against other trainers (`sft_peers`)."""
+    work: Literal["noop", "step20ms", "train", "peers"] = "noop"
+    """Work of a step: none, matrix products of about 20 ms on one thread, or a training step of a small model; "peers":
+    whole runs, against other trainers (`sft_peers`)."""
     in_flight: int = 1
     """Number of steps that the driver has sent and not yet read.
 
@@ -40,7 +39,7 @@ class Case:
     @property
     def trains(self) -> bool:
         """True if a step is one of training."""
-        return self.work in ("train", "pipeline")
+        return self.work == "train"
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,6 @@ _ALL = [
     Case("noop-4-worker-fed", 4),
     Case("train-1", 1, work="train", in_flight=2, contenders=_TRAIN),
     Case("train-2", 2, work="train", in_flight=2, contenders=_TRAIN),
-    Case("pp2", 2, work="pipeline", in_flight=2, contenders=(PIPELINE_TORCH, PIPELINE_RAYLANE, PLAIN)),
     Case("peers", 1, work="peers", contenders=()),
 ]
 CASES = {case.name: case for case in _ALL}
@@ -82,8 +80,6 @@ GOALS = [
     ),
     Ratio("train-1", "tokens per second, of plain torch", (COMPILED,), PLAIN, 0.97, at_least=True, figures=_RATE),
     Ratio("train-2", "tokens per second, of plain torch", (COMPILED,), PLAIN, 0.9, at_least=True, figures=_RATE),
-    at_most("pp2", "over edges, of torch's pipeline", PIPELINE_RAYLANE, PIPELINE_TORCH, 1),
-    at_most("pp2", "p99 over edges, of torch's pipeline", PIPELINE_RAYLANE, PIPELINE_TORCH, 1, P99),
 ]
 
 

@@ -5,8 +5,6 @@ compiled      CompiledWorkerGroup: raylane's compiled graphs
 ray:compiled  Ray's compiled graph over the actors of a WorkerGroup, one node for each worker, fed by the driver
 loop          a loop in the workers: no driver between two steps
 plain         (training) torch and transformers without raylane, in one process
-pp2-torch     (pipeline) compiled graphs of raylane; torch.distributed.pipelining connects the stages
-pp2-raylane   (pipeline) compiled graphs of raylane, whose edges connect the stages
 """
 
 from __future__ import annotations
@@ -22,21 +20,8 @@ from ray import dag
 
 from benchmarks import measure
 from benchmarks.graph import workloads as graph_workloads
-from benchmarks.sft.cases import (
-    COMPILED,
-    LOOP,
-    PIPELINE_RAYLANE,
-    PIPELINE_TORCH,
-    PLAIN,
-    RAY,
-    RPC,
-    Blocks,
-    Case,
-)
-from benchmarks.sft.training import ROWS
+from benchmarks.sft.cases import COMPILED, LOOP, PLAIN, RAY, RPC, Blocks, Case
 from benchmarks.sft.workers import StepWorker
-from raylane.training.parallel.mesh import ParallelDims
-from raylane.training.parallel.passes import passes_of_step
 from raylane.workers.batch import BatchDict
 from raylane.workers.compiled import CompiledWorkerGroup
 from raylane.workers.group import WorkerGroup
@@ -166,14 +151,6 @@ class Compiled(Contender):
     group_class = CompiledWorkerGroup
 
 
-class OverEdges(Compiled):
-    """raylane's compiled graphs with the passes of a pipeline."""
-
-    def send(self, number: int) -> Any:
-        passes = passes_of_step("1f1b", ParallelDims(pp=self.group.size), 1, ROWS)
-        return self.group.call("begin", number, replicate=AXES, one_result=AXES, passes=passes)
-
-
 class RayCompiled(Contender):
     """Ray's compiled graph with its default settings; the actors run the same methods as with raylane's graphs."""
 
@@ -231,6 +208,4 @@ KINDS: dict[str, type[Contender]] = {
     RAY: RayCompiled,
     LOOP: Loop,
     PLAIN: Loop,
-    PIPELINE_TORCH: Compiled,
-    PIPELINE_RAYLANE: OverEdges,
 }

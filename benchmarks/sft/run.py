@@ -19,7 +19,6 @@ from benchmarks.sft.cases import (
     CASES,
     GOALS,
     LOOP,
-    PIPELINE_TORCH,
     PLAIN,
     RAY,
     RPC,
@@ -95,7 +94,7 @@ def _start(group: Sequence[Case], contenders: list[Contender]) -> None:
     # The workers map the token cache in `setup`, and mapped files outlive their folder.
     with tempfile.TemporaryDirectory() as folder:
         write_conversations(Path(folder) / "train.jsonl", CONVERSATIONS)
-        config = training_config(Path(folder), case.workers, pipeline=case.work == "pipeline")
+        config = training_config(Path(folder), case.workers)
         prepared = prepare(config)
         for name in case.contenders:
             # The plain loop gets all threads in one process, because torch alone needs no second process on one host.
@@ -145,8 +144,6 @@ def table(records: Sequence[dict[str, Any]]) -> str:
     if not records:
         return sft_peers.table(of_peers)
     columns = {"x rpc": (RPC, "p50"), "x its CPU": (RPC, "cpu"), "x ray:compiled": (RAY, "p50")}
-    if any(record["contender"] == PIPELINE_TORCH for record in records):
-        columns[f"x {PIPELINE_TORCH}"] = PIPELINE_TORCH, "p50"
     lines = [measure.table(records, columns), ""]
     by_key = {(record["case"], record["contender"]): record for record in records}
     for record in records:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import random
-import time
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +46,8 @@ def write_conversations(path: Path, count: int) -> None:
             file.write(json.dumps({"messages": turns}) + "\n")
 
 
-def training_config(folder: Path, workers: int, *, pipeline: bool = False) -> SftRunConfig:
-    """Return the configuration of a run on `folder`/train.jsonl: 2.6 million parameters, 4 rows of 256 tokens.
-
-    With `pipeline` the workers divide the layers among them, and each row is a micro-batch.
-    """
+def training_config(folder: Path, workers: int) -> SftRunConfig:
+    """Return the configuration of a run on `folder`/train.jsonl: 2.6 million parameters, 4 rows of 256 tokens."""
     shape = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "head_dim": 32}
     heads = {"num_attention_heads": 6, "num_key_value_heads": 2, "tie_word_embeddings": True}
     return build_config(
@@ -63,8 +59,7 @@ def training_config(folder: Path, workers: int, *, pipeline: bool = False) -> Sf
                 "max_total_sequence_length": 256,
                 "train_global_batch_size": ROWS,
                 # The rows of a worker are one micro-batch, as are all rows in the plain loop.
-                "train_micro_batch_size": 1 if pipeline else ROWS // workers,
-                "dtensor_cfg": {"pipeline_parallel_size": workers if pipeline else 1},
+                "train_micro_batch_size": ROWS // workers,
                 "precision": "float32",
             },
             "data": {"train": str(folder / "train.jsonl"), "cache_dir": str(folder / "cache")},
@@ -87,26 +82,6 @@ class TrainWorker(TimedWorker):
 
     def work(self, number: int) -> dict[str, float]:
         return {"step": number, **self.trained.train_step(number)}
-
-    def begin(self, number: int) -> None:
-        """Begin a step whose passes follow."""
-        self._began = number, time.perf_counter()
-        self.trained.train_step(number, with_passes=True)
-
-    def forward_pass(self, own_stage: int, micro_batch: int, incoming: Any = None) -> Any:
-        """Do as `SftWorker.forward_pass`."""
-        return self.trained.forward_pass(own_stage, micro_batch, incoming)
-
-    def backward_pass(self, own_stage: int, micro_batch: int, gradient: Any = None) -> Any:
-        """Do as `SftWorker.backward_pass`."""
-        return self.trained.backward_pass(own_stage, micro_batch, gradient)
-
-    def end_step(self) -> dict[str, float]:
-        """End the step and return its metrics; its time includes the waits between its passes."""
-        number, start = self._began
-        metrics = self.trained.end_step()
-        self.times_us.append((time.perf_counter() - start) * 1e6)
-        return {"step": number, **metrics}
 
     def teardown(self) -> None:
         """Leave the process group."""

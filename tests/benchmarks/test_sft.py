@@ -19,11 +19,10 @@ WAYS = ["rpc", "compiled", "ray:compiled", "loop"]
 def test_cases_and_who_takes_part() -> None:
     assert sorted(CASES) == [
         *("noop-2-worker-fed", "noop-4-worker-fed", "noop-8-driver-fed", "noop-8-worker-fed"),
-        *("peers", "pp2", "step20ms-2-driver-fed", "step20ms-2-worker-fed", "train-1", "train-2"),
+        *("peers", "step20ms-2-driver-fed", "step20ms-2-worker-fed", "train-1", "train-2"),
     ]
-    assert CASES["pp2"].contenders == ("pp2-torch", "pp2-raylane", "plain")
     for case in CASES.values():
-        if case.work in ("pipeline", "peers"):
+        if case.work == "peers":
             continue
         assert list(case.contenders) == [*WAYS, *(["plain"] if case.work == "train" else [])]
         assert case.name.endswith(f"-{case.workers}" if case.work == "train" else f"-{case.workers}-{case.feed}-fed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+import raylane
 from graph.arrival import arrive
 from raylane.errors import TensorFreedError
 from raylane.graph.values.message import SMALL_TENSOR_BYTES, TENSORS, VALUE, Encoder, decode
@@ -149,3 +151,30 @@ def test_tensors_that_wrap_others_are_refused(encoder: Encoder, size: int) -> No
 
     encode(torch._to_functional_tensor(torch.ones(size)))  # its address is 0
     torch.func.grad(encode)(torch.ones(size))
+
+
+class Watcher:
+    """Maker and reader of tensors that knows which of those that it has read are still there."""
+
+    def __init__(self) -> None:
+        self.seen: list[weakref.ref[torch.Tensor]] = []
+
+    def ones(self, count: int) -> torch.Tensor:
+        return torch.ones(count)
+
+    def total(self, tensor: torch.Tensor) -> float:
+        self.seen.append(weakref.ref(tensor))
+        return float(tensor.sum())
+
+    def alive(self, *_: float) -> int:
+        return sum(reference() is not None for reference in self.seen)
+
+
+def test_tensors_are_dropped_after_their_last_reader() -> None:
+    """Not at the end of the execution: an actor with many calls would hold all that it has received in it."""
+    maker, reader = Watcher(), Watcher()
+    with raylane.InputNode() as x:
+        totals = [raylane.bind(reader.total, raylane.bind(maker.ones, x)) for _ in range(5)]
+        count = raylane.bind(reader.alive, *totals)
+    with raylane.compile(count, backend="inline") as graph:
+        assert graph.execute(1000).get() == 0

@@ -84,7 +84,7 @@ def gradients(worker: Any, config: GrpoRunConfig, vocabulary: Vocabulary, groups
                 parameter.mul_(0.9)
     share = len(groups) // worker.mesh.dims.readers
     own = groups[worker.mesh.reader * share : (worker.mesh.reader + 1) * share]
-    batch = worker._batch(own, 0, whole=False)
+    batch = worker._batch(own, 0)
     if worker._reference is not None:
         batch["reference_logprobs"] = worker._logprobs(worker._reference, batch)
     return worker.gradients(batch, config.policy.train_micro_batch_size)

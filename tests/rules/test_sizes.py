@@ -22,13 +22,13 @@ BUDGETS = {
     "graph": 6698,
     "modules": 552,
     "nemo": 988,
-    "rl": 2945,
-    "sft": 3056,
+    "rl": 2938,
+    "sft": 3052,
     "testing": 206,
-    "training": 7565,
+    "training": 7409,
     "transport": 7778,
     "weights": 5004,
-    "workers": 1473,
+    "workers": 1427,
 }
 """Lines of code of each package, and of the modules beside them, without docstrings, comments and blank lines.
 

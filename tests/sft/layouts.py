@@ -17,7 +17,6 @@ EP = "expert_parallel_size"
 REPLICAS, SCHEDULE = "dp_replicate_size", "pipeline_schedule"
 FSDP = {"shard_parameters": "always"}
 SP = {"sequence_parallel": True}
-EDGES = {"pipeline_edges": "raylane"}
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     # Number of workers, settings
@@ -41,14 +40,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2-pp2": (4, {TP: 2, PP: 2, **SP}),
     "cp2-pp2": (4, {CP: 2, PP: 2}),
     "pp2-dp2-cp2-tp2": (16, {PP: 2, CP: 2, TP: 2, **SP}),
-}
-OVER_EDGES: dict[str, tuple[int, dict[str, Any]]] = {
-    "pp2": (2, {PP: 2, **EDGES}),
-    "pp2-gpipe": (2, {PP: 2, SCHEDULE: "gpipe", **EDGES}),
-    "pp2-interleaved": (2, {PP: 2, SCHEDULE: "interleaved_1f1b", **EDGES}),
-    "dp2-pp2": (4, {PP: 2, **EDGES}),
-    "tp2-pp2": (4, {TP: 2, PP: 2, **SP, **EDGES}),
-    "pp4": (4, {PP: 4, **EDGES}),
 }
 
 C = TypeVar("C")

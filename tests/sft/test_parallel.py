@@ -28,7 +28,7 @@ from raylane.training.run import step
 from raylane.training.run.generate import generate
 from raylane.workers.batch import BatchDict
 from sft import reference_loop, tiny_run
-from sft.layouts import COVERING, LAYOUTS, MATRIX, OVER_EDGES, QUICK
+from sft.layouts import COVERING, LAYOUTS, MATRIX, QUICK
 
 CONVERSATIONS, PACKED_ROWS, ROW_TOKENS, STEPS, EPS = 24, 8, 128, 3, 1e-4
 
@@ -354,24 +354,4 @@ def test_workers_of_ray_equal_one_process(
     cluster: None, folder: Path, reference: Reference, layout: str, packing: bool, mode: str
 ) -> None:
     losses = losses_by_driver(folder, LAYOUTS[layout], packing, mode)
-    assert losses == pytest.approx(reference.losses, abs=1e-5, rel=0)
-
-
-@pytest.mark.claim("fine-tuning", "pipelines over edges of a compiled graph equal one process (no zero bubble)")
-@pytest.mark.parametrize(
-    ("layout", "packing"),
-    [
-        pytest.param(
-            name,
-            packing,
-            marks=pytest.mark.slow if packing and name in ("pp2-interleaved", "tp2-pp2") else pytest.mark.matrix,
-        )
-        for name in OVER_EDGES
-        for packing in (True, False)
-    ],
-)
-def test_pipelines_over_edges_equal_one_process(
-    cluster: None, folder: Path, reference: Reference, layout: str, packing: bool
-) -> None:
-    losses = losses_by_driver(folder, OVER_EDGES[layout], packing, "required")
     assert losses == pytest.approx(reference.losses, abs=1e-5, rel=0)

@@ -16,7 +16,7 @@ from raylane.sft.run import trainer
 from raylane.training.checkpoint import folders
 from raylane.training.report.metrics import read_metrics
 from sft import tiny_run
-from sft.layouts import LAYOUTS, OVER_EDGES, SCHEDULE
+from sft.layouts import LAYOUTS, SCHEDULE
 from sft.worker_run import WorkerRun
 
 NAME = "policy.publish_weights.name"
@@ -166,13 +166,3 @@ def test_reader_that_holds_a_version_ends_the_run(
     assert_readers_get(published, Path(str(result.hf_dir)), 5)
     lines = read_metrics(tmp_path / "logs/metrics.jsonl")
     assert [line["step"] for line in lines if line.get("train:publish_time_s", 0.0) > 0.0] == [1, 2, 4]
-
-
-@pytest.mark.slow
-def test_pipelines_over_edges_publish_each_step(published: str, folder: Path, tmp_path: Path) -> None:
-    world, settings = OVER_EDGES["pp2"]
-    edges = {f"policy.dtensor_cfg.{key}": value for key, value in settings.items()}
-    changes = {**edges, "cluster.num_workers": world, "sft.max_num_steps": 2, "policy.publish_weights.keep": 3}
-    result = trainer.run(config_of_run(folder, tmp_path, {**changes, NAME: published}))
-    assert [version.step for version in weights.versions(published)] == [1, 2]
-    assert_readers_get(published, Path(str(result.hf_dir)), 2)

@@ -74,7 +74,6 @@ _OF_TRAINING = frozenset(
         "options_in_parallel",
         "options_on_workers",
         "parallel",
-        "passes",
         "publish_weights",
         "type_layouts",
         "unshared",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import weakref
 from typing import Any
 
 import torch
@@ -62,7 +61,6 @@ class Recorder:
         threading.Event().wait()
 
     def mean_over_ranks(self, value: float) -> float:
-        import torch
         import torch.distributed as dist
 
         if not dist.is_initialized():
@@ -102,45 +100,3 @@ class Unsendable(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise ValueError("no way")
-
-
-class Relay:
-    """A worker whose passes exchange numbers and tensors; it counts what it has run."""
-
-    def __init__(self) -> None:
-        self.rank = int(os.environ["RANK"])
-        self.value = 0
-        self.ran: list[str] = []
-        self.seen: list[weakref.ref[Any]] = []
-
-    def begin(self, value: int) -> int:
-        self.value = value
-        self.ran = ["begin"]
-        return -1
-
-    def add(self, number: int, incoming: int = 0) -> int:
-        self.ran.append(f"add {number}")
-        return self.value + number + incoming
-
-    def fail(self, rank: int, incoming: int = 0) -> int:
-        self.ran.append("fail")
-        if self.rank == rank:
-            raise KeyError("no pass")
-        return incoming
-
-    def die(self, incoming: int = 0) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def make(self, size: int) -> Any:
-        return torch.ones(size)
-
-    def take(self, incoming: Any) -> float:
-        self.seen.append(weakref.ref(incoming))
-        return float(incoming.sum())
-
-    def alive(self) -> int:
-        """Return how many of the tensors that came are still there."""
-        return sum(one() is not None for one in self.seen)
-
-    def end(self) -> list[str]:
-        return self.ran

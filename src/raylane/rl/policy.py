@@ -27,9 +27,7 @@ class GrpoPolicy(Policy[GrpoRunConfig]):
         """Send step `number` on groups of answers: only their tickets. Acknowledge them after the step has ended."""
         # Tickets only: the payloads lie in shared memory, and each worker reads its part of them.
         self.next_step = number + 1
-        grpo = self._config.grpo
-        passes = self._passes(grpo.prompts_per_step * grpo.samples_per_prompt, None)
-        return self._send("train_groups", number, [list(group) for group in tickets], passes=passes)
+        return self._send("train_groups", number, [list(group) for group in tickets])
 
     def train_groups(self, number: int, tickets: Sequence[Sequence[ItemTicket]]) -> dict[str, float]:
         """Run step `number` and return its metrics (listed at `GrpoWorker.train_groups`)."""

@@ -70,9 +70,7 @@ class GrpoWorker(TrainingWorker[GrpoRunConfig, Vocabulary]):
         self._sums = LossSums()
         return GrpoLoss(options, self._sums)
 
-    def train_groups(
-        self, number: int, tickets: Sequence[Sequence[ItemTicket]], with_passes: bool = False
-    ) -> dict[str, float]:
+    def train_groups(self, number: int, tickets: Sequence[Sequence[ItemTicket]]) -> dict[str, float]:
         """Run step `number` on groups of answers, of which this worker reads its part; return the metrics of the step.
 
         Metrics are those of `TrainingWorker.train_batch`, and reward, reward_std (within groups), length, signal (share
@@ -86,21 +84,15 @@ class GrpoWorker(TrainingWorker[GrpoRunConfig, Vocabulary]):
         own_tickets = tickets[reader * share : (reader + 1) * share]
         # Without a copy: `batch_of` copies into padded rows, and the driver acknowledges after the step.
         groups = [group for (group,) in self._queue.open(own_tickets, copy=False)]
-        batch = self._batch(groups, number, whole=with_passes)
+        batch = self._batch(groups, number)
         if self._reference is not None:
             batch["reference_logprobs"] = self._logprobs(self._reference, batch)
-        metrics = self._step(batch, number, self._loss, division(self.config.policy), started, with_passes)
-        return metrics if with_passes else {**metrics, **self._more_metrics()}
+        metrics = self._step(batch, number, self._loss, division(self.config.policy), started)
+        return {**metrics, **self._more_metrics()}
 
-    def end_step(self) -> dict[str, float]:
-        """End the step whose passes have run; return its metrics."""
-        return {**super().end_step(), **self._more_metrics()}
-
-    def _batch(self, groups: Sequence[dict[str, Any]], number: int, *, whole: bool) -> BatchDict:
+    def _batch(self, groups: Sequence[dict[str, Any]], number: int) -> BatchDict:
         """Return this worker's rows, equally many on all workers; note their metrics. Collective."""
-        # Edges of a pipeline are planned for a fixed number of micro-batches, so no answer may be left out there.
-        keeps_all = whole or self.config.grpo.kl_coef > 0
-        options = self._row_options(keeps_all=keeps_all)
+        options = self._row_options()
         rows, own_counts = answer_rows(groups, options)
         rewards = torch.stack([group["rewards"] for group in groups])
         lags = [float(number - group["step"]) for group in groups]
@@ -134,7 +126,7 @@ class GrpoWorker(TrainingWorker[GrpoRunConfig, Vocabulary]):
         counts = AnswerCounts(int(answers), int(tokens), int(kept), int(kept_tokens))
         return batch_of(rows, int(most) * size, counts, options)
 
-    def _row_options(self, *, keeps_all: bool) -> RowOptions:
+    def _row_options(self) -> RowOptions:
         grpo, policy = self.config.grpo, self.config.policy
         return RowOptions(
             policy.max_total_sequence_length,
@@ -142,7 +134,7 @@ class GrpoWorker(TrainingWorker[GrpoRunConfig, Vocabulary]):
             grpo.baseline,
             grpo.scale_advantages,
             grpo.average,
-            keeps_all,
+            keeps_all=grpo.kl_coef > 0,
         )
 
     def _logprobs(self, model: RunModel, batch: BatchDict) -> torch.Tensor:

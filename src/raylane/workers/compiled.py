@@ -6,7 +6,6 @@ Every call of a group has a dispatch plan, and each plan gets one graph, compile
     driver --(generation, method, common)-----> all ranks     the plan has slices: the common part as above,
            --slice i--------------------------> its ranks     and each slice to its ranks alone
     rank   --result, or only the end of the call--> driver    only ranks that return send a value
-    rank   --result of a pass------------------> rank         the plan has passes: further calls on the same workers
 
 The name of the method is part of the message, so one graph serves all methods that are called in the same way. Methods
 run on the graph thread of the actor, the constructor included. Ray's own thread runs none of them, so no two methods of
@@ -82,21 +81,9 @@ class CallGraph:
         nodes = {}
         with InputNode() as x:
             for call in plan.calls:
-                actor, answers = actors[call.rank], call.returns and not plan.passes
+                actor = actors[call.rank]
                 inputs = [x] if len(self.paths) == 1 else [x[0], x[1 + self.paths.index(call.path)]]
-                nodes[call] = bind(actor.run if answers else actor.run_quietly, *inputs)
-            if plan.passes:
-                heads = {call.rank: node for call, node in nodes.items()}
-                last: dict[int, Any] = {}
-                values: list[Any] = []
-                for bound_pass in plan.passes:
-                    rank = bound_pass.rank
-                    source = () if bound_pass.source is None else (values[bound_pass.source],)
-                    node = bind(actors[rank].run_pass, heads[rank], bound_pass.method, *bound_pass.args, *source)
-                    heads[rank] = node[0]
-                    values.append(node[1])
-                    last[rank] = node[1]
-                nodes = {call: last[call.rank] for call in plan.calls}
+                nodes[call] = bind(actor.run if call.returns else actor.run_quietly, *inputs)
         returning = [node for call, node in nodes.items() if call.returns]
         silent = [node for call, node in nodes.items() if not call.returns]
         # `first` makes the calls of silent ranks count: their errors fail the output, their values stay where they are.

@@ -32,21 +32,6 @@ class WorkerCall:
     """True if the worker sends its result; False if it drops the result and only reports that the call is done."""
 
 
-@dataclass(frozen=True, slots=True)
-class Pass:
-    """A further call on a worker after the first one of its dispatch; the workers exchange values without the driver.
-
-    A worker runs the passes with its rank in their order.
-    """
-
-    rank: int
-    method: str
-    args: tuple[Any, ...]
-    """Arguments that are the same in every dispatch; sent once."""
-    source: int | None = None
-    """Position of the earlier pass whose result is the last argument; None if there is no such argument."""
-
-
 @dataclass(frozen=True)
 class DispatchPlan:
     """All calls of one dispatch by ascending rank, and the axes along which arguments are nested."""
@@ -54,24 +39,10 @@ class DispatchPlan:
     calls: tuple[WorkerCall, ...]
     nesting: tuple[tuple[str, int], ...]
     """Pairs (axis, size) from the outermost level of the arguments inwards; empty if arguments are not nested."""
-    passes: tuple[Pass, ...] = ()
-    """Calls that follow on the same workers; the result of a worker is then that of its last pass."""
-
-    def __post_init__(self) -> None:
-        ranks = set(self.called_ranks)
-        for position, planned in enumerate(self.passes):
-            if planned.rank not in ranks:
-                raise ValueError(
-                    f"passes[{position}]: rank {planned.rank} is not called; the called ranks are {sorted(ranks)}"
-                )
-            if planned.source is not None and not 0 <= planned.source < position:
-                raise ValueError(f"passes[{position}]: source {planned.source} must be the position of an earlier pass")
-        if self.passes and (without := sorted(ranks.difference(planned.rank for planned in self.passes))):
-            raise ValueError(f"passes: every called rank needs at least one, and ranks {without} have none")
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.calls, self.nesting, self.passes))
+        return hash((self.calls, self.nesting))
 
     def __hash__(self) -> int:
         return self._hash  # computed once: a plan of a large group is looked up for every call
@@ -93,7 +64,6 @@ def plan_call(
     replicate: Sequence[str] | None = None,
     one_result: Sequence[str] = (),
     call_free_axes: bool = False,
-    passes: tuple[Pass, ...] = (),
 ) -> DispatchPlan:
     """Return the plan of a call whose arguments are lists nested once for each axis of `shard`.
 
@@ -121,7 +91,7 @@ def plan_call(
             path = tuple(coords[axis] for axis in shard) if gets_data else None
             calls.append(WorkerCall(rank, path, returns=all(coords[axis] == 0 for axis in one_result)))
     nesting = tuple((axis, sharding.get_axis_size(axis)) for axis in shard)
-    return DispatchPlan(tuple(calls), nesting, passes)
+    return DispatchPlan(tuple(calls), nesting)
 
 
 def plan_ranks(sharding: NamedSharding, ranks: Sequence[int]) -> DispatchPlan:

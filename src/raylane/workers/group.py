@@ -34,7 +34,7 @@ from raylane.errors import WorkerCallError, WorkerGroupError
 from raylane.graph.values import references
 from raylane.transport.api import put
 from raylane.workers.batch import BatchDict
-from raylane.workers.dispatch import DispatchPlan, Pass, WorkerCall, check_nesting, plan_call, plan_ranks, take
+from raylane.workers.dispatch import DispatchPlan, WorkerCall, check_nesting, plan_call, plan_ranks, take
 from raylane.workers.future import Failures, GroupFuture, PendingCalls, RefCalls
 from raylane.workers.host import CONSTRUCT, Arguments, Seat, WorkerHost
 from raylane.workers.methods import check_call, check_constructor, check_worker_class
@@ -140,7 +140,6 @@ class WorkerGroup:
         ranks: Sequence[int] | None = None,
         call_free_axes: bool = False,
         common: Mapping[str, Any] | None = None,
-        passes: Sequence[Pass] = (),
         **kwargs: Any,
     ) -> GroupFuture:
         """Call a method of the workers, by default of all and with the same arguments. Does not wait for the call.
@@ -159,12 +158,11 @@ class WorkerGroup:
             ranks: Workers to call instead; then there are no axes.
             call_free_axes: Call the other coordinates of free axes too, with None for each argument.
             common: Keyword arguments that are not nested. Also for names that are those of a parameter here.
-            passes: Calls that follow in the workers (`dispatch.Pass`; only with compiled graphs).
             **kwargs: Further arguments of the method, like `args`.
         """
         if ranks is None:
-            plan = self._plan(shard, replicate, one_result, call_free_axes, tuple(passes))
-        elif shard or replicate is not None or one_result or call_free_axes or passes:
+            plan = self._plan(shard, replicate, one_result, call_free_axes)
+        elif shard or replicate is not None or one_result or call_free_axes:
             raise ValueError(f"{method}: ranks={list(ranks)} name the workers, so there is no argument about axes")
         else:
             plan = plan_ranks(self.sharding, ranks)
@@ -176,19 +174,15 @@ class WorkerGroup:
         replicate: Sequence[str] | None,
         one_result: Sequence[str],
         call_free_axes: bool,
-        passes: tuple[Pass, ...],
     ) -> DispatchPlan:
         """Return the plan for these axes, made once: a program repeats the same few calls."""
         how = (shard, replicate, one_result)
         if any(isinstance(axes, str) for axes in how):
             return plan_call(self.sharding, *how)  # raises TypeError: a string is no list of axes
-        key = (*(None if axes is None else tuple(axes) for axes in how), call_free_axes, passes)
+        key = (*(None if axes is None else tuple(axes) for axes in how), call_free_axes)
         plan = self._plans.get(key)
         if plan is None:
-            plan = plan_call(self.sharding, *how, call_free_axes, passes)
-            for axis in plan.passes:
-                check_call(self.worker_class, axis.method, len(axis.args) + (axis.source is not None), ())
-            self._plans[key] = plan
+            plan = self._plans[key] = plan_call(self.sharding, *how, call_free_axes)
         return plan
 
     def send(
@@ -250,11 +244,6 @@ class WorkerGroup:
     def _deliver(self, dispatch: Dispatch) -> PendingCalls:
         """Send a call to the workers of its plan by plain Ray calls."""
         label, plan = dispatch.label, dispatch.plan
-        if plan.passes:
-            raise WorkerGroupError(
-                f"{self!r}: {label} was not sent: its passes exchange values over the edges of a compiled graph, and "
-                "this group uses plain Ray calls. Use a CompiledWorkerGroup with mode='required'"
-            )
         head = (self._failures.count, dispatch.method)
         put_slices = {path: _put_arrays(values_of_path) for path, values_of_path in dispatch.slices.items()}
         shared = _put_arrays(dict(dispatch.common))

@@ -144,19 +144,9 @@ class WorkerHost:
         (head, common), (args, kwargs) = shared, own_arguments
         return self._run(head, args, {**kwargs, **common})
 
-    def run_quietly(self, shared: Any, own_arguments: Arguments | None = None) -> Head:
-        """Do as `run`, but return only the head of the message, for the passes that follow."""
+    def run_quietly(self, shared: Any, own_arguments: Arguments | None = None) -> None:
+        """Do as `run`, but drop the result."""
         self.run(shared, own_arguments)
-        head: Head = shared[0] if own_arguments is not None else shared[0][0]
-        return head
-
-    def run_pass(self, head: Head, method: str, *args: Any) -> tuple[Head, Any]:
-        """Run a further method of the same call; return the head for this worker's next pass, and the result.
-
-        The passes of a worker depend on each other by the head, so none of them runs after one that failed.
-        """
-        generation, _ = head
-        return head, self._run((generation, method), args, {})
 
     def _run(self, head: Head, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         generation, method = head

@@ -362,7 +362,7 @@ class Executor:
         except BaseException as error:  # a cancelled coroutine too: a failed call must not end the loop
             result = self._call_failed(task, error)
         recorder.returned()
-        # Memory of large values, such as the activations of a pipeline, is used again within the execution.
+        # Memory of large values is used again within the execution.
         for value in task.done_with:
             values[value] = None
         # Values for this actor are stored before messages are sent: a send may fail or wait for memory.

@@ -48,8 +48,7 @@ class SftPolicy(Policy[SftRunConfig]):
     def train_step_nowait(self, number: int) -> GroupFuture:
         """Send step `number`; each worker reads its own rows for it. Steps run in the order in which they were sent."""
         self.next_step = number + 1
-        passes = self._passes(self._config.policy.train_global_batch_size, None)
-        return self._send("train_step", number, passes=passes)
+        return self._send("train_step", number)
 
     def train_step(self, number: int) -> dict[str, float]:
         """Run step `number` and return its metrics (listed at `TrainingWorker.train_batch`)."""
@@ -68,8 +67,7 @@ class SftPolicy(Policy[SftRunConfig]):
         length = settings.warmup_seq_len or policy.max_total_sequence_length
         # In the way of the real steps: a graph of the other way would be compiled for the warm-up alone.
         if self._config.sft.feed == "workers":
-            sent = self._send("warm_up", count // self._dims.readers, length, passes=self._passes(count, None))
-            return dict(self._wait_for(sent)[0])
+            return dict(self.call("warm_up", count // self._dims.readers, length))
         batch = BatchDict.from_arrays(rows.full_rows(count, length))
         return self.result(self._send_batch(batch, None, None, warm_up=True))
 

@@ -61,22 +61,17 @@ class SftWorker(TrainingWorker[SftRunConfig, PreparedData]):
             self._read_ahead.close()
         super().teardown()
 
-    def train_step(self, number: int, with_passes: bool = False) -> dict[str, float]:
-        """Run step `number` on this worker's own rows of its global batch; return the metrics of the step.
-
-        `train_batch` describes `with_passes` and the metrics.
-        """
+    def train_step(self, number: int) -> dict[str, float]:
+        """Run step `number` on this worker's own rows of its global batch; return the metrics (`train_batch`)."""
         started = time.perf_counter()
         assert self._read_ahead is not None, "setup comes first"
         batch = self._read_ahead.take(number)
-        return self._step(batch, number, self._loss, division(self.config.policy), started, with_passes)
+        return self._step(batch, number, self._loss, division(self.config.policy), started)
 
-    def warm_up(self, rows: int, row_tokens: int, with_passes: bool = False) -> dict[str, float]:
+    def warm_up(self, rows: int, row_tokens: int) -> dict[str, float]:
         """Run one step on full rows of tokens from the data, and undo all that it did; return its metrics."""
         batch = BatchDict.from_arrays(self.train_rows.full_rows(rows, row_tokens))
-        return self._step(
-            batch, 0, self._loss, division(self.config.policy), time.perf_counter(), with_passes, undone=True
-        )
+        return self._step(batch, 0, self._loss, division(self.config.policy), time.perf_counter(), undone=True)
 
     def evaluate(self) -> dict[str, float]:
         """Return loss, perplexity and accuracy per supervised token of the validation set.

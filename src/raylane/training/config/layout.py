@@ -16,7 +16,7 @@ from typing import Any
 from raylane.errors import ConfigError
 from raylane.training.config.megatron_limits import megatron_problems
 from raylane.training.config.model_types import MODEL_TYPES, Divisions
-from raylane.training.config.policy import EDGE_SCHEDULES, INTERLEAVED, PolicyConfig
+from raylane.training.config.policy import INTERLEAVED, PolicyConfig
 from raylane.training.config.schema import TrainingConfig
 
 _SIZES = ("pipeline_parallel_size", "dp_replicate_size", "context_parallel_size", "tensor_parallel_size")
@@ -211,7 +211,6 @@ def pipeline_problems(config: TrainingConfig) -> list[str]:
     if settings.pipeline_parallel_size == 1:
         return []
     need = "2 or more stages" if schedule in INTERLEAVED else "1 stage"
-    over_edges = settings.pipeline_edges == "raylane"
     counts = {"policy.train_global_batch_size": policy.train_global_batch_size}
     if graph.mode != "off" and graph.warmup_gbs:
         counts["policy.compiled_graph.warmup_gbs"] = graph.warmup_gbs
@@ -222,12 +221,6 @@ def pipeline_problems(config: TrainingConfig) -> list[str]:
             f"pipeline_stages_per_worker={per_worker}; remove the latter, or choose another schedule": (
                 (per_worker > 1) is not (schedule in INTERLEAVED)
             ),
-            f"policy.dtensor_cfg.pipeline_edges=raylane runs the schedules {', '.join(EDGE_SCHEDULES)}, not "
-            f"{schedule}; set pipeline_edges=torch, or another pipeline_schedule": (
-                over_edges and schedule not in EDGE_SCHEDULES
-            ),
-            "policy.dtensor_cfg.pipeline_edges=raylane needs compiled graphs, and policy.compiled_graph.mode=off; set "
-            "pipeline_edges=torch, or the mode to required": over_edges and graph.mode == "off",
             "policy.dtensor_cfg.reduce_every_micro_batch=true does not work in a pipeline, which reduces once per "
             "step; set it to false, or pipeline_parallel_size to 1": settings.reduce_every_micro_batch,
             **{

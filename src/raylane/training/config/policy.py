@@ -216,8 +216,6 @@ class LoraConfig(Section):
 
 INTERLEAVED = ("interleaved_1f1b", "interleaved_zero_bubble")
 """Schedules with several pipeline stages on each worker."""
-EDGE_SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b")
-"""Schedules that can run over edges of a graph; the other one divides the backward pass, which only torch does."""
 
 Checkpointing = Literal["full", "selective", "every_other_layer"]
 
@@ -255,10 +253,6 @@ class DTensorConfig(Section):
     pipeline_stages_per_worker: PositiveInt | None = None
     """Number of pipeline stages of each worker; null means 2 with an interleaved schedule and 1 otherwise. Not in
     NeMo-RL."""
-    pipeline_edges: Literal["torch", "raylane"] = "torch"
-    """Carrier of activations and gradients between pipeline stages in training steps. torch:
-    torch.distributed.pipelining; raylane: edges of a compiled graph, for all schedules except interleaved_zero_bubble.
-    Not in NeMo-RL."""
     dp_replicate_size: PositiveInt = 1
     """Number of copies of the sharded model; each copy is held by the same number of workers."""
     shard_parameters: Literal["auto", "always", "never"] = "auto"

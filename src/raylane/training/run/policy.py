@@ -27,14 +27,12 @@ from raylane.training.config.schema import TrainingConfig
 from raylane.training.labels import IGNORED
 from raylane.training.model.loss import LossFunction
 from raylane.training.parallel.mesh import AXES, COPY_AXES, DATA_AXES, ParallelDims
-from raylane.training.parallel.passes import passes_of_step
 from raylane.training.run import delivery
 from raylane.training.run.worker import SAVE_ENDED, TrainingWorker
 from raylane.training.storage import Place
 from raylane.training.vocabulary import Vocabulary
 from raylane.workers.batch import BatchDict
 from raylane.workers.compiled import CompiledWorkerGroup
-from raylane.workers.dispatch import Pass
 from raylane.workers.future import GroupFuture
 from raylane.workers.options import WorkerOptions
 
@@ -176,7 +174,6 @@ class Policy(Generic[Config]):
         micro_batches(batch.size, mbs or self._config.policy.micro_batch_divisor, self._dims.readers)
         check_batch(self._config, batch, mbs, evaluates=how.get("eval_mode", False))
         parts = batch.shard(self._dims.readers)
-        passes = () if how.get("eval_mode") else self._passes(batch.size, mbs)
         loss_name = None  # cross-entropy
         if loss_fn is not None:
             # Functions are compared by identity and sent once: pickling one again with every step would be slow.
@@ -192,14 +189,7 @@ class Policy(Generic[Config]):
             shard=DATA_AXES,
             replicate=COPY_AXES,
             one_result=AXES,
-            common={
-                "number": self.next_step,
-                "loss": loss_name,
-                "micro_batch_size": mbs,
-                "with_passes": bool(passes),
-                **how,
-            },
-            passes=passes,
+            common={"number": self.next_step, "loss": loss_name, "micro_batch_size": mbs, **how},
             data=[parts[i : i + inner] for i in range(0, len(parts), inner)],
         )
 
@@ -238,11 +228,6 @@ class Policy(Generic[Config]):
         """Build the model in all workers, after their nodes have the files that they need; return facts for the log."""
         config, vocabulary, _ = self._setup
         copies = delivery.provide(config, vocabulary, self.group.node_ids)
-        if config.policy.dtensor_cfg.pipeline_edges == "raylane" and self._dims.pp > 1 and not self.group.compiled:
-            _log.warning(
-                "policy.dtensor_cfg.pipeline_edges=raylane has no effect, because this run uses plain Ray calls: torch "
-                "connects the stages"
-            )
         self.call("use_copies", copies)
         return dict(self.call("setup", *self._setup))
 
@@ -412,19 +397,9 @@ class Policy(Generic[Config]):
         """Kill the workers at once: after a failure, some may wait forever for workers that have ended."""
         self.group.shutdown(timeout=10)
 
-    def _send(self, method: str, *args: Any, passes: tuple[Pass, ...] = ()) -> GroupFuture:
+    def _send(self, method: str, *args: Any) -> GroupFuture:
         """Call a method on all workers with the same arguments; only one worker sends its result back."""
-        # Only methods of steps take passes.
-        extra = {"with_passes": True} if passes else {}
-        return self.group.call(method, *args, replicate=AXES, one_result=AXES, common=extra, passes=passes)
-
-    def _passes(self, rows: int, mbs: int | None) -> tuple[Pass, ...]:
-        """Return the passes of a step over so many rows, if the stages of a pipeline are connected by edges."""
-        settings, policy = self._config.policy.dtensor_cfg, self._config.policy
-        if settings.pipeline_edges == "torch" or self._dims.pp == 1 or not self.group.compiled:
-            return ()
-        count = micro_batches(rows, mbs or policy.micro_batch_divisor, self._dims.readers)
-        return passes_of_step(settings.pipeline_schedule, self._dims, settings.stages_per_worker, count)
+        return self.group.call(method, *args, replicate=AXES, one_result=AXES)
 
     def _wait_for(self, future: GroupFuture, timeout_s: float | None = None) -> list[Any]:
         limit_s, key = self._config.loop.step_timeout_s, f"{self._config.loop_name}.step_timeout_s"

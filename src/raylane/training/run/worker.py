@@ -11,8 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Generic
 
@@ -29,7 +28,6 @@ from raylane.training.model.defaults import with_own_defaults_in_methods
 from raylane.training.model.hf_config import model_config
 from raylane.training.model.loss import CrossEntropy, LossFunction
 from raylane.training.model.optim import learning_rate, make_optimizer, set_learning_rate
-from raylane.training.model.pipeline import PipelinedModel
 from raylane.training.model.supervised import RunModel, release_gathered
 from raylane.training.parallel.mesh import ParallelDims, WorkerMesh
 from raylane.training.parallel.sharded import gathered, own_part, whole
@@ -38,7 +36,7 @@ from raylane.training.run.delivery import FolderCopies
 from raylane.training.run.generate import generate
 from raylane.training.run.micro_batches import Division, FixedRows, division
 from raylane.training.run.published_weights import PublishedWeights
-from raylane.training.run.step import EdgeStep, state_kept
+from raylane.training.run.step import state_kept
 from raylane.training.vocabulary import AnyVocabulary
 from raylane.workers.batch import BatchDict
 
@@ -77,8 +75,8 @@ class TrainingWorker(Generic[Config, AnyVocabulary]):
         self._idle_since: float | None = None
         """Time when the last step ended (`time.perf_counter` seconds); None if the worker did other work since."""
         self._copies = FolderCopies()
-        self._open: _OpenStep | None = None
-        """Step that has begun and not ended; it stays after an error, because gradients of it remain."""
+        self._holds_gradients = False
+        """True from the beginning of a step to its update, and after an error in between: gradients of it remain."""
         self._background: BackgroundSave | None = None
         """Writer of checkpoints beside the training; None before the first such checkpoint."""
         self._published: PublishedWeights | None = None
@@ -95,7 +93,7 @@ class TrainingWorker(Generic[Config, AnyVocabulary]):
         parameters held by this worker.
         """
         torch.manual_seed(config.loop.seed)
-        self._open = None
+        self._holds_gradients = False
         config, vocabulary = self._copies.on_this_node(config, vocabulary)
         self.config, self.vocabulary, self._total_steps = config, vocabulary, total_steps
         policy = config.policy
@@ -147,12 +145,10 @@ class TrainingWorker(Generic[Config, AnyVocabulary]):
         micro_batch_size: int | None,
         eval_mode: bool = False,
         warm_up: bool = False,
-        with_passes: bool = False,
     ) -> dict[str, float]:
         """Run one step on this worker's part of a batch that the driver sent; return its metrics.
 
-        With `eval_mode` compute only the loss; with `warm_up` undo the step. `with_passes`: only begin the step;
-        `forward_pass`, `backward_pass` and `end_step` follow in the same graph.
+        With `eval_mode` compute only the loss; with `warm_up` undo the step.
 
         Metrics: loss, and of cross-entropy also perplexity (its exponential) and token_accuracy (share of supervised
         tokens whose label has the highest logit); grad_norm (before clipping), lr, supervised_tokens, tokens,
@@ -170,7 +166,7 @@ class TrainingWorker(Generic[Config, AnyVocabulary]):
         if not isinstance(loss_fn, CrossEntropy) and isinstance(how, FixedRows):
             how = FixedRows(how.rows)  # the tensors of another loss may depend on the length of rows
         if not eval_mode:
-            return self._step(data, number, loss_fn, how, started, with_passes, undone=warm_up)
+            return self._step(data, number, loss_fn, how, started, undone=warm_up)
         counts = step.count(data, self.device, self.mesh.dims)
         if not isinstance(how, FixedRows):
             how = FixedRows(1)  # of a token budget
@@ -183,102 +179,76 @@ class TrainingWorker(Generic[Config, AnyVocabulary]):
         """Store a loss function under a name, so that it is sent once instead of with every step. Not collective."""
         self._losses[name] = loss_fn
 
-    def forward_pass(self, own_stage: int, micro_batch: int, incoming: torch.Tensor | None = None) -> Any:
-        """Run a micro-batch of the step through a stage; return what the next stage needs. Not collective."""
-        return self._edges.forward(own_stage, micro_batch, incoming)
-
-    def backward_pass(self, own_stage: int, micro_batch: int, gradient: torch.Tensor | None = None) -> Any:
-        """Run the backward pass of a micro-batch; return what the stage before needs. Not collective."""
-        return self._edges.backward(own_stage, micro_batch, gradient)
-
-    def end_step(self) -> dict[str, float]:
-        """End the step whose passes have run; return its metrics."""
-        return self._end_step(self._edges.end(), self._edges.counts)
-
     def _step(
-        self,
-        batch: BatchDict,
-        number: int,
-        loss_fn: LossFunction,
-        how: Division,
-        started: float,
-        with_passes: bool,
-        undone: bool = False,
+        self, batch: BatchDict, number: int, loss_fn: LossFunction, how: Division, started: float, undone: bool = False
     ) -> dict[str, float]:
-        """Run one optimizer step on this worker's rows and return its metrics; or begin it, and return nothing."""
-        if self._open is not None:
+        """Run one optimizer step on this worker's rows and return its metrics; with `undone` undo all that it did.
+
+        `started` is the time at which the call came, before the rows were read (`time.perf_counter` seconds).
+        StepNotFiniteError if loss or gradient norm is not finite, unless such steps are skipped.
+        """
+        if self._holds_gradients:
             raise WorkerCallError(
                 f"step {number} cannot run: an earlier step failed on rank {self._rank}, and its gradients would be "
                 "added to those of this step. Call recover() and load the last checkpoint, or start again",
                 rank=self._rank,
             )
+        ready = time.perf_counter()
         policy, model = self.config.policy, self.model
         lr = learning_rate(number, policy.optimizer.kwargs.lr, policy.scheduler, self._total_steps)
-        self._open = _OpenStep(number, started, time.perf_counter(), lr, undone)
-        if undone:
-            self._open.contexts.enter_context(state_kept(model, self.optimizer))
+        self._holds_gradients = True
+        with state_kept(model, self.optimizer) if undone else nullcontext():
+            self._seed(number)
+            set_learning_rate(self.optimizer, lr)
+            counts = step.count(batch, self.device, self.mesh.dims)
+            each = policy.dtensor_cfg.reduce_every_micro_batch
+            means = step.backward(model, batch, how, loss_fn, counts, self.device, each)
+            norm, finite = step.update(model, self.optimizer, means.loss, policy.max_grad_norm, self.device)
+            self._holds_gradients = False  # whether finite or not
+            if not finite and self.config.loop.on_nan == "stop":
+                raise StepNotFiniteError(
+                    f"step {number + 1} failed: loss {means.loss}, gradient norm {norm}. The weights are unchanged. "
+                    "Lower policy.optimizer.kwargs.lr, check the data of this step, or set "
+                    f"{self.config.loop_name}.on_nan=skip to leave out such steps",
+                    step=number + 1,
+                    loss=means.loss,
+                    grad_norm=norm,
+                )
+            computed = done = time.perf_counter()
+            publishes = self._published is not None and not undone and (number + 1) % policy.publish_weights.every == 0
+            if publishes:
+                self.publish_weights(number + 1)
+                done = time.perf_counter()
+            # Time between two steps in which the worker had nothing to do: if it grows, the driver is too slow.
+            waited = 0.0 if self._idle_since is None else started - self._idle_since
+            self._idle_since = done
+            if undone:
+                self._end_other_work()
+            total = waited + done - started
+            return {
+                **({} if finite else {SKIPPED: 1.0}),
+                **({SAVE_ENDED: 1.0} if self._background is not None and self._background.ended else {}),
+                **means.metrics,
+                "grad_norm": norm,
+                "lr": lr,
+                "supervised_tokens": counts.supervised,
+                "tokens": counts.tokens,
+                "tokens_per_s": counts.tokens / total,
+                "step_time_s": total,
+                "data_time_s": ready - started,
+                "dispatch_time_s": waited,
+                "compute_time_s": computed - ready,
+                **({"publish_time_s": done - computed} if publishes else {}),
+            }
+
+    def _seed(self, number: int) -> None:
+        """Seed the random generator of a step."""
         seed = step_seed(self.config.loop.seed, number, self.mesh.random_stream)
         if self.device.type == "cpu":
             # `torch.manual_seed` also keeps a formatted traceback for each GPU backend, which takes 0.1 to 0.4 ms.
             torch.default_generator.manual_seed(seed)
         else:
             torch.manual_seed(seed)
-        set_learning_rate(self.optimizer, lr)
-        if with_passes:
-            assert isinstance(model, PipelinedModel), "only pipelines have passes"
-            assert isinstance(how, FixedRows), "layout refuses a token budget in a pipeline"
-            self._edges = EdgeStep(model, batch, how, loss_fn, self.device)
-            return {}
-        counts = step.count(batch, self.device, self.mesh.dims)
-        each = policy.dtensor_cfg.reduce_every_micro_batch
-        return self._end_step(step.backward(model, batch, how, loss_fn, counts, self.device, each), counts)
-
-    def _end_step(self, means: step.Means, counts: step.TokenCounts) -> dict[str, float]:
-        """Update the weights, undo the step if it is a warm-up, and return its metrics.
-
-        StepNotFiniteError if loss or gradient norm is not finite, unless such steps are skipped.
-        """
-        assert self._open is not None, "a step has to begin first"
-        opened, loss = self._open, means.loss
-        with opened.contexts:
-            norm, finite = step.update(self.model, self.optimizer, loss, self.config.policy.max_grad_norm, self.device)
-            self._open = None  # no gradients remain, whether finite or not
-            if not finite and self.config.loop.on_nan == "stop":
-                raise StepNotFiniteError(
-                    f"step {opened.number + 1} failed: loss {loss}, gradient norm {norm}. The weights are unchanged. "
-                    "Lower policy.optimizer.kwargs.lr, check the data of this step, or set "
-                    f"{self.config.loop_name}.on_nan=skip to leave out such steps",
-                    step=opened.number + 1,
-                    loss=loss,
-                    grad_norm=norm,
-                )
-            computed = done = time.perf_counter()
-            period, steps = self.config.policy.publish_weights.every, opened.number + 1
-            publishes = self._published is not None and not opened.undone and steps % period == 0
-            if publishes:
-                self.publish_weights(steps)
-                done = time.perf_counter()
-            # Time between two steps in which the worker had nothing to do: if it grows, the driver is too slow.
-            waited = 0.0 if self._idle_since is None else opened.started - self._idle_since
-            self._idle_since = done
-            if opened.undone:
-                self._end_other_work()
-            total = waited + done - opened.started
-            return {
-                **({} if finite else {SKIPPED: 1.0}),
-                **({SAVE_ENDED: 1.0} if self._background is not None and self._background.ended else {}),
-                **means.metrics,
-                "grad_norm": norm,
-                "lr": opened.lr,
-                "supervised_tokens": counts.supervised,
-                "tokens": counts.tokens,
-                "tokens_per_s": counts.tokens / total,
-                "step_time_s": total,
-                "data_time_s": opened.ready - opened.started,
-                "dispatch_time_s": waited,
-                "compute_time_s": computed - opened.ready,
-                **({"publish_time_s": done - computed} if publishes else {}),
-            }
 
     def publish_weights(self, steps: int, again: bool = False) -> None:
         """Publish the weights after so many steps, unless that was done and not `again`. WeightsError on failure."""
@@ -381,24 +351,6 @@ class TrainingWorker(Generic[Config, AnyVocabulary]):
         # out of date after the next optimizer step.
         release_gathered(self.model)
         self._idle_since = None
-
-
-@dataclass
-class _OpenStep:
-    """A step from its beginning to its end."""
-
-    number: int
-    """Number of the step, counted from 0."""
-    started: float
-    """Time at which the call came, before the rows were read (`time.perf_counter` seconds)."""
-    ready: float
-    """Time at which the rows were there."""
-    lr: float
-    """Learning rate, before the scale of each group of parameters."""
-    undone: bool
-    """True for a warm-up, whose effects are undone at the end."""
-    contexts: ExitStack = field(default_factory=ExitStack)
-    """Contexts that the end of the step leaves."""
 
 
 def step_seed(seed: int, number: int, rank: int) -> int:
