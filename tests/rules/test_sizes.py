@@ -28,7 +28,7 @@ BUDGETS = {
     "training": 7409,
     "transport": 7778,
     "weights": 5004,
-    "workers": 1427,
+    "workers": 1433,
 }
 """Lines of code of each package, and of the modules beside them, without docstrings, comments and blank lines.
 

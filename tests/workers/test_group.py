@@ -219,6 +219,8 @@ def test_nothing_is_sent_when_arguments_are_wrong(group):
     """R4, R7."""
     with pytest.raises(AttributeError, match="did you mean 'total'"):
         group.call("totals")
+    with pytest.raises(AttributeError, match=r"Use call\(method, ...\), or a group of raylane.nemo.groups"):
+        group.run_all_workers_single_data("total")
     with pytest.raises(TypeError, match="missing a required argument: 'data'"):
         group.call("total")
     with pytest.raises(TypeError, match=r"\['scale'\] are given both"):

@@ -17,7 +17,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import ray
@@ -414,6 +414,14 @@ class WorkerGroup:
                 return False
             time.sleep(0.01)  # Ray has no event for this
         return all_dead
+
+    if not TYPE_CHECKING:  # mypy would take every name for an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            hint = ""
+            if name.startswith(("run_all_workers_", "run_single_worker_", "get_all_worker_")):
+                hint = ". Use call(method, ...), or a group of raylane.nemo.groups, which has the names of NeMo-RL"
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
     def __enter__(self) -> WorkerGroup:
         return self
