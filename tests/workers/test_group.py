@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -76,18 +77,25 @@ def test_rank_variables_are_those_of_torchrun(group):
     assert len({(entry["MASTER_ADDR"], entry["MASTER_PORT"]) for entry in seen}) == 1
 
 
-def listening_addresses(port):
-    """Local addresses, as /proc writes them, of sockets that listen on this port."""
+def listening_addresses(pid, port):
+    """Local addresses, as /proc writes them, of sockets of a process that listen on this port."""
     lines = [line for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]
     fields = [line.split() for line in lines]
-    return [one[1].rpartition(":")[0] for one in fields if one[3] == "0A" and one[1].endswith(f":{port:04X}")]
+    found = [one for one in fields if one[3] == "0A" and one[1].endswith(f":{port:04X}")]
+    # Another process may listen on the same port of another address.
+    own = set()
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        with suppress(FileNotFoundError):  # closed meanwhile
+            own.add(os.readlink(f"/proc/{pid}/fd/{fd}"))
+    return [one[1].rpartition(":")[0] for one in found if f"socket:[{one[9]}]" in own]
 
 
 @pytest.mark.claim("security", "the TCPStore of a worker group listens on the address of its node alone")
 def test_store_of_a_group_listens_on_the_node_address_alone(group):
     env = results(group, group.call("environment", ["MASTER_ADDR", "MASTER_PORT"], ranks=[0]))[0]
     address = socket.inet_aton(env["MASTER_ADDR"])[::-1].hex().upper()  # /proc/net/tcp: hex of the host's byte order
-    assert listening_addresses(int(env["MASTER_PORT"])) == [address]
+    pid = ray.get(group._actors[0].__ray_call__.remote(lambda host: os.getpid()))
+    assert listening_addresses(pid, int(env["MASTER_PORT"])) == [address]
 
 
 TWO_NODES = """
