@@ -109,8 +109,7 @@ class PublishingWriter:
         if self._large_cuda_only and self._staging.is_cpu_tensor(value):
             return encoder.encode(value)
         skeleton, leaves = messages.split(value)
-        worth = self._staging.large_on_gpu if self._large_cuda_only else self._staging.worth_publishing
-        if not worth(leaves, self._transport):
+        if not self._staging.worth_publishing(leaves, self._transport):
             return encoder.encode(value)
         return Message(TICKET, skeleton, (), leaves)
 

@@ -172,6 +172,8 @@ def publishing_cuda(plan: Plan, with_gpus: Mapping[int, Place]) -> Plan:
 
     `with_gpus` has the places of the members that see a GPU.
     """
+    if not with_gpus:
+        return plan
 
     def on_one_host(edge: Edge) -> bool:
         places = [with_gpus.get(member) for member in (edge.writer, *edge.readers)]
@@ -179,4 +181,4 @@ def publishing_cuda(plan: Plan, with_gpus: Mapping[int, Place]) -> Plan:
         return first is not None and all(place is not None and place.same_host(first) for place in places)
 
     edges = [replace(e, publishes_cuda=e.transport == "auto" and on_one_host(e)) for e in plan.edges]
-    return replace(plan, edges=tuple(edges)) if with_gpus else plan
+    return replace(plan, edges=tuple(edges))

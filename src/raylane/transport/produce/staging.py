@@ -20,6 +20,7 @@ import torch
 from raylane.core.deadline import Deadline
 from raylane.core.memory.layout import bytes_at
 from raylane.core.process import copying
+from raylane.transport.backends.base import AUTO
 from raylane.transport.backends.registry import backends, find
 from raylane.transport.hold.blocks import take_blocks
 from raylane.transport.hold.device_memory import OnDevice, as_here
@@ -52,7 +53,12 @@ def check_available(transport: str) -> str | None:
 
 
 def worth_publishing(leaves: Sequence[Any], transport: str) -> bool:
-    """Return True if leaves shall travel by a transport of their own, and not inside the message."""
+    """Return True if leaves shall travel by direct transport, and not inside the message.
+
+    With `auto`, only if those on GPUs are so large that host memory is the longer way.
+    """
+    if transport == AUTO:
+        return sum(int(leaf.nbytes) for leaf in leaves if _on_gpu(leaf)) >= LARGE_ON_GPU_BYTES
     if backends()[transport].capability.needs_device and not any(map(_on_gpu, leaves)):
         return False
     return sum(int(leaf.nbytes) for leaf in leaves) > INLINE_BYTES
@@ -61,12 +67,6 @@ def worth_publishing(leaves: Sequence[Any], transport: str) -> bool:
 def is_cpu_tensor(value: Any) -> bool:
     """Return True for a tensor in host memory; quicker than to split a value."""
     return isinstance(value, torch.Tensor) and value.is_cpu
-
-
-def large_on_gpu(leaves: Sequence[Any], transport: str) -> bool:
-    """Return True if leaves on GPUs are so large that host memory is the longer way."""
-    del transport  # the edge has none of its own
-    return sum(int(leaf.nbytes) for leaf in leaves if _on_gpu(leaf)) >= LARGE_ON_GPU_BYTES
 
 
 def fetch(payload: bytes, transport: str, deadline: Deadline, notify: Callable[[], None]) -> Future[list[Any]]:
