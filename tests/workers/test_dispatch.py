@@ -1,4 +1,4 @@
-"""Who is called with which slice: the rules of `shard`, `replicate`, free axes and returned results."""
+"""Workers that are called, and their slices: rules of `shard`, `replicate`, free axes and returned results."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from raylane.nemo.groups import call_ranks
 from raylane.workers.compiled import CompiledWorkerGroup
+from raylane.workers.dispatch import DispatchPlan, WorkerCall
 from raylane.workers.future import GroupFuture
 
 
@@ -24,13 +24,14 @@ class CompiledGraphExecutor:
         self._group = group
         self.ranks = tuple(sorted(group.sharding.get_ranks_by_coord(**{axis: shard})))
         """Ranks of the workers of this shard, ascending."""
+        self._plan = DispatchPlan(tuple(WorkerCall(rank, (), rank == self.ranks[0]) for rank in self.ranks), ())
 
     def execute(self, method: str, *args: Any, **kwargs: Any) -> GroupFuture:
         """Call every worker of the shard with the same arguments; the lowest rank returns its result.
 
         Does not wait for the call. Raises AttributeError and TypeError for a method or arguments that do not fit.
         """
-        return call_ranks(self._group, method, self.ranks, args, kwargs)
+        return self._group.send(method, self._plan, args, kwargs, {})
 
 
 class MultiDPCompiledGraphExecutor:

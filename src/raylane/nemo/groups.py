@@ -6,17 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from raylane.workers.compiled import CompiledWorkerGroup
-from raylane.workers.dispatch import DispatchPlan, WorkerCall
+from raylane.workers.dispatch import DispatchPlan, WorkerCall, axis_names, plan_call
 from raylane.workers.future import GroupFuture
 from raylane.workers.group import WorkerGroup
-
-
-def call_ranks(
-    group: WorkerGroup, method: str, ranks: Sequence[int], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> GroupFuture:
-    """Call these ranks of a group with the same arguments; only the lowest one returns its result."""
-    calls = tuple(WorkerCall(rank, (), returns=rank == min(ranks)) for rank in sorted(ranks))
-    return group.send(method, DispatchPlan(calls, ()), args, kwargs, {})
 
 
 class NemoWorkerGroup(WorkerGroup):
@@ -41,8 +33,7 @@ class NemoWorkerGroup(WorkerGroup):
         **kwargs: Sequence[Any],
     ) -> GroupFuture:
         """Do as `run_all_workers_single_data`, with lists of one entry per *called* worker (by rank) as arguments."""
-        self._others(run_rank_0_only_axes)  # checks them
-        ranks = [rank for rank in self.sharding.ranks if self.sharding.is_axis_zero(rank, run_rank_0_only_axes)]
+        ranks = plan_call(self.sharding, replicate=self._others(run_rank_0_only_axes)).called_ranks
         calls = tuple(WorkerCall(rank, (i,), returns=True) for i, rank in enumerate(ranks))
         plan = DispatchPlan(calls, (("called workers", len(ranks)),))
         return self.send(method, plan, args, kwargs, common_kwargs or {})
@@ -79,10 +70,9 @@ class NemoWorkerGroup(WorkerGroup):
 
     def _others(self, axes: Sequence[str]) -> list[str]:
         """Return the axes that are not among these. Raises as `WorkerGroup.call` for a wrong one."""
-        if isinstance(axes, str):
-            raise TypeError(f"axes must be a list of names. For one axis write [{axes!r}]")
-        self.sharding.check_axes(axes, "run_rank_0_only_axes")
-        return [axis for axis in self.sharding.names if axis not in axes]
+        zero_axes = axis_names(axes)
+        self.sharding.check_axes(zero_axes, "run_rank_0_only_axes")
+        return [axis for axis in self.sharding.names if axis not in zero_axes]
 
 
 class NemoCompiledWorkerGroup(NemoWorkerGroup, CompiledWorkerGroup):

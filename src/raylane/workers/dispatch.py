@@ -71,8 +71,8 @@ def plan_call(
     coordinate 0 returns; it alone decides which workers return, also for calls with None. Raises ValueError for an
     unknown or repeated axis in any list (with the known axes), and for an axis that is both sharded and replicated.
     """
-    shard, one_result = _axes(shard), _axes(one_result)
-    replicate = tuple(n for n in sharding.names if n not in shard) if replicate is None else _axes(replicate)
+    shard, one_result = axis_names(shard), axis_names(one_result)
+    replicate = tuple(n for n in sharding.names if n not in shard) if replicate is None else axis_names(replicate)
     sharding.check_axes(shard, "shard")
     sharding.check_axes(replicate, "replicate")
     sharding.check_axes(one_result, "one_result")
@@ -132,8 +132,8 @@ def take(value: Any, path: tuple[int, ...] | None) -> Any:
     return value
 
 
-def _axes(axes: Sequence[str] | None) -> tuple[str, ...]:
-    # A string is a sequence of strings too, and would pass for a list of one-letter axes.
+def axis_names(axes: Sequence[str] | None) -> tuple[str, ...]:
+    """Return names of axes; none for None. TypeError for a string: it would pass for a list of one-letter axes."""
     if isinstance(axes, str):
         raise TypeError(f"axes must be a list of names. For one axis write [{axes!r}]")
     return tuple(axes or ())
