@@ -422,9 +422,9 @@ class Subscriber:
         assert self._plan is not None
         needed = self._plan.bytes_by_host
         paths = {self._key.host: offer.path} if offer.path is not None and self._key.host in needed else {}
-        wanted = {part: self._plan.chunks(part) for part in needed if part not in paths}
-        if wanted:
-            arguments = self.name, offer.number, self._key.host, wanted, deadline.left_s()
+        chunks_by_part = {part: self._plan.chunks(part) for part in needed if part not in paths}
+        if chunks_by_part:
+            arguments = self.name, offer.number, self._key.host, chunks_by_part, deadline.left_s()
             copied = self._catalogue.call("copy", *arguments, deadline=deadline)
             if copied is None:
                 raise StaleSlot

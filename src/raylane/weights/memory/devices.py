@@ -50,7 +50,7 @@ class PreparedCopy:
     ) -> None:
         """Prepare the copy of regions of tensors to (`to_slot`) or from the same number of regions of a slot."""
         self._to_slot = to_slot
-        self._own: list[tuple[str, Box | View]] = []
+        self._own_regions: list[tuple[str, Box | View]] = []
         self._stored: list[torch.Tensor] = []
         """Regions that torch copies, as they are strided, converted, or on a device."""
         rows: list[tuple[int, int, int]] = []
@@ -60,7 +60,7 @@ class PreparedCopy:
                 to, at, nbytes = target.data_ptr(), source.data_ptr(), target.nbytes
                 rows += [(to + i, at + i, min(ROW_BYTES, nbytes - i)) for i in range(0, nbytes, ROW_BYTES)]
             else:
-                self._own.append(region)
+                self._own_regions.append(region)
                 self._stored.append(room)
         self._rows = np.array(rows, dtype=np.uint64)
         self._row_bytes = sum(nbytes for _, _, nbytes in rows)
@@ -70,7 +70,7 @@ class PreparedCopy:
 
         Copies from and to a CUDA device begin at `moment` (None: now), and run beside the work that is queued later.
         """
-        views = views_of(find_tensors(), self._own) if self._own else []
+        views = views_of(find_tensors(), self._own_regions) if self._own_regions else []
         targets, sources = (self._stored, views) if self._to_slot else (views, self._stored)
         moment = Moment(lambda: views) if moment is None else moment
         streams: list[Any] = []
