@@ -18,7 +18,7 @@ LONG_FUNCTIONS: dict[str, str] = {}
 PACKAGE = ROOT / "src" / "raylane"
 BUDGETS = {
     "cli": 1048,
-    "core": 1807,
+    "core": 1818,
     "graph": 6699,
     "modules": 552,
     "nemo": 982,

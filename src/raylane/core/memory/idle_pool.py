@@ -17,7 +17,7 @@ class Memory(Protocol):
     """Memory that is used again."""
 
     key: Any
-    """What it is asked for by: its size, or the name of what it shows."""
+    """What users ask for: a size, or the name of what the memory shows."""
     capacity: int
     """Bytes."""
     idle_since: float
@@ -56,28 +56,35 @@ class IdlePool(Generic[_Memory]):
         # The thread has no reference to the pool while it waits, so a pool that is dropped ends its thread.
         weakref.finalize(self, self._closed.set).atexit = False
 
-    def take_idle(
-        self, fits: Callable[[Any], bool], ready: Callable[[_Memory], bool] = lambda memory: True
-    ) -> _Memory | None:
-        """Return idle memory whose key `fits` and that is `ready`, the one that came back last; None if there is none.
+    def lend_idle(self, key: Hashable, ready: Callable[[_Memory], bool] = lambda memory: True) -> _Memory | None:
+        """Return idle memory with this key that is `ready`, the piece that came back last, counted as lent.
 
-        Count it with `lend` once it is in use.
+        None if there is none.
         """
         with self._lock:
             self._reclaim()
-            for key in filter(fits, self._idle):
-                memories = self._idle[key]
-                for i in reversed(range(len(memories))):
-                    if ready(memories[i]):
-                        return self._remove(key, i)
+            for i in reversed(range(len(self._idle.get(key, ())))):
+                if ready(self._idle[key][i]):
+                    memory = self._remove(key, i)
+                    self._count_lent(memory)
+                    return memory
             return None
 
-    def lend(self, memory: _Memory) -> None:
-        """Count memory as lent until `give_back` or `drop`."""
+    def idle_keys(self) -> list[Any]:
+        """Return the keys of all idle memory."""
         with self._lock:
-            self.used_bytes += memory.capacity
-            # Here and not when memory comes back: a finalizer must not start threads.
-            self._start_thread()
+            self._reclaim()
+            return list(self._idle)
+
+    def lend(self, memory: _Memory) -> None:
+        """Count new memory as lent until `give_back` or `drop`."""
+        with self._lock:
+            self._count_lent(memory)
+
+    def _count_lent(self, memory: _Memory) -> None:
+        self.used_bytes += memory.capacity
+        # Here and not when memory comes back: a finalizer must not start threads.
+        self._start_thread()
 
     def give_back(self, memory: _Memory) -> None:
         """Take back memory that was lent. For finalizers too: never waits."""

@@ -56,11 +56,14 @@ class Mappings(IdlePool["_RegionMapping | _SealedMapping"]):
         return self._take(key, lambda: _SealedMapping(path, nbytes, key))
 
     def _take(self, key: Any, map_anew: Callable[[], _RegionMapping | _SealedMapping]) -> Any:
-        mapping = self.take_idle(lambda idle: bool(idle == key))
+        mapping = self.lend_idle(key)
         # Outside of the pool's lock: both take as long as the memory is large.
-        if mapping is None or not mapping.take_again():
+        if mapping is not None and not mapping.take_again():
+            self.drop(mapping)
+            mapping = None
+        if mapping is None:
             mapping = map_anew()
-        self.lend(mapping)
+            self.lend(mapping)
         memory = (ctypes.c_char * mapping.capacity).from_buffer(mapping.memory)
         # The finalizer holds the mapping. Not at exit: the system unmaps everything then.
         finalize_here(memory, self._put_down, mapping).atexit = False

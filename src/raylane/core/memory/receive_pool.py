@@ -64,9 +64,11 @@ class BufferPool(IdlePool[_PoolRegion]):
     def take(self, nbytes: int) -> Any:
         """Return a writable ctypes array of exactly `nbytes` (> 0) bytes with undefined content."""
         capacity = size_class(nbytes)
-        # Mapped outside the lock, so that other threads can take and return buffers meanwhile.
-        region = self.take_idle(capacity.__eq__) or _PoolRegion(capacity)
-        self.lend(region)
+        region = self.lend_idle(capacity)
+        if region is None:
+            # Mapped outside the lock, so that other threads can take and return buffers meanwhile.
+            region = _PoolRegion(capacity)
+            self.lend(region)
         array = (ctypes.c_char * nbytes).from_buffer(region.mapping, region.base)
         # The finalizer holds the region. Not at exit: the system frees all memory then, and the pool may be gone.
         weakref.finalize(array, self.give_back, region).atexit = False

@@ -4,14 +4,14 @@ A region is a memfd segment of its own:
 
     0      semaphore: one for the arrays of the maker, and one for each message that its reader has not taken yet
     32     1 if the region was published: then processes may map it that take no message
-    64     semaphore of reader 1: number of its values; its place is locked as long as the reader has the region open
+    64     semaphore of reader 1: number of its values; its row is locked as long as the reader has the region open
     96     1 if reader 1 or one after it may exist
     128    the same for reader 2 ...
     4096   the data
 
     maker                                      reader
     post once for each reader of a message
-    send (path, offset, nbytes)       --->     open and map the region; lock the first place that is free
+    send (path, offset, nbytes)       --->     open and map the region; lock the first row that is free
                                                post its own, take one, build arrays inside of the region
                                                last array of the message is garbage: take one of its own
     last array is garbage: take one
@@ -48,9 +48,9 @@ DATA_OFFSET = 4096
 """Offset of the data in a region, in bytes: pages can be mapped alone."""
 _PUBLISHED_AT = 32
 _USED_AT = 32
-"""Offset in the place of a reader; a semaphore takes 32 bytes."""
-_PLACES = range(SEMAPHORE_BYTES, DATA_OFFSET - SEMAPHORE_BYTES, SEMAPHORE_BYTES)
-"""Offsets of the places of readers; the last bytes of the page are the segment's key."""
+"""Offset in the row of a reader; a semaphore takes 32 bytes."""
+_ROWS = range(SEMAPHORE_BYTES, DATA_OFFSET - SEMAPHORE_BYTES, SEMAPHORE_BYTES)
+"""Offsets of the rows of readers; the last bytes of the page are the segment's key."""
 
 
 class RegionPlace(NamedTuple):
@@ -154,14 +154,14 @@ def _forget(start: int, segment: Segment, pid: int) -> None:
             segment.discard()
 
 
-def _held_count(fd: int, header: memoryview, address: int, own_place: int = 0) -> int:
+def _held_count(fd: int, header: memoryview, address: int, own_row: int = 0) -> int:
     """Return the number of values that living readers hold, by an open file of a region and its mapped header."""
     count = 0
-    for place in _PLACES:
-        if not header[place + _USED_AT]:
+    for row in _ROWS:
+        if not header[row + _USED_AT]:
             break
-        held = semaphore.value(address + place)
-        if held and (place == own_place or not file_locks.is_free(fd, file_locks.WRITE, place, 1)):
+        held = semaphore.value(address + row)
+        if held and (row == own_row or not file_locks.is_free(fd, file_locks.WRITE, row, 1)):
             count += held
     return count
 
@@ -169,34 +169,34 @@ def _held_count(fd: int, header: memoryview, address: int, own_place: int = 0) -
 class ReadRegion:
     """A region of another process, mapped and open in this one. Thread-safe."""
 
-    __slots__ = ("__weakref__", "_place", "segment")
+    __slots__ = ("__weakref__", "_row", "segment")
 
     def __init__(self, path: str) -> None:
         """Open and map a region. OSError as `Segment.open`."""
         self.segment = Segment.open(path, keep_fd=True)
         assert self.segment.fd is not None
-        self._place = 0
-        for place in _PLACES:
-            # Before the place is tried: of two readers that try it, one goes on to the next.
-            self.segment.view[place + _USED_AT] = 1
-            if file_locks.lock(self.segment.fd, file_locks.WRITE, place, 1):
-                semaphore.init(self.segment.address + place)  # a dead reader may have left its count
-                self._place = place
+        self._row = 0
+        for row in _ROWS:
+            # Before the row is tried: of two readers that try it, one goes on to the next.
+            self.segment.view[row + _USED_AT] = 1
+            if file_locks.lock(self.segment.fd, file_locks.WRITE, row, 1):
+                semaphore.init(self.segment.address + row)  # a dead reader may have left its count
+                self._row = row
                 return
 
     @property
-    def has_place(self) -> bool:
-        """True if values can be held; False if other readers had all the places when the region was opened."""
-        return self._place > 0
+    def has_row(self) -> bool:
+        """True if values can be held; False if other readers had all the rows when the region was opened."""
+        return self._row > 0
 
     def hold(self) -> None:
         """Take a message in this region, and keep the maker from writing to it until `release`."""
-        semaphore.post(self.segment.address + self._place)
+        semaphore.post(self.segment.address + self._row)
         semaphore.try_wait(self.segment.address)
 
     def release(self) -> None:
         """End the use of a message that was held. For finalizers too: never waits."""
-        semaphore.try_wait(self.segment.address + self._place)
+        semaphore.try_wait(self.segment.address + self._row)
         self._free_unused()
 
     def skip(self) -> None:
@@ -210,7 +210,7 @@ class ReadRegion:
         address, view = self.segment.address, self.segment.view
         if not semaphore.value(address) and not view[_PUBLISHED_AT]:
             assert self.segment.fd is not None
-            if not _held_count(self.segment.fd, view, address, self._place):
+            if not _held_count(self.segment.fd, view, address, self._row):
                 self.segment.discard()
 
 

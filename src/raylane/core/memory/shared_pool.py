@@ -84,8 +84,10 @@ class SharedPool(IdlePool[SharedSegment]):
         Give it back when its value was freed; there may still be readers.
         """
         capacity = size_class(nbytes)
-        segment = self.take_idle(lambda key: nbytes <= key <= _WASTE * capacity, SharedSegment.lock_again)
-        segment = segment or SharedSegment(capacity)
+        for key in self.idle_keys():
+            if nbytes <= key <= _WASTE * capacity and (segment := self.lend_idle(key, SharedSegment.lock_again)):
+                return segment
+        segment = SharedSegment(capacity)
         self.lend(segment)
         return segment
 

@@ -418,7 +418,7 @@ class LeaseReader:
         segment = region.segment
         if not regions.DATA_OFFSET <= place.offset <= segment.nbytes - place.nbytes or place.nbytes <= 0:
             raise OSError(errno.EINVAL, f"{place.path} is smaller than the array that it should hold")
-        if not region.has_place or len(self._open_regions) > MAX_OPEN_REGIONS:
+        if not region.has_row or len(self._open_regions) > MAX_OPEN_REGIONS:
             # The message keeps the maker from writing until it is skipped.
             copied = memoryview(bytearray(segment.view[place.offset : place.offset + place.nbytes]))
             region.skip()
