@@ -88,7 +88,7 @@ def deaf(port: int, key: bytes) -> None:
     while len(links) < 20:
         links.append(Link(("127.0.0.1", port), SECRET, Deadline(20), client="deaf", peer="the listener"))
         links[-1].socket.setblocking(True)
-        links[-1].socket.sendall(wire.pack_frame(wire.Read(key)) * 1500)
+        links[-1].socket.sendall(wire.pack_frame(wire.ReadValue(key)) * 1500)
     sys.stdin.read()
 
 

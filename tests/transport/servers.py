@@ -64,7 +64,7 @@ class Server:
 
 def read_value(link: Link, key: bytes, nbytes: int) -> bytearray:
     """Read a value of one block; fail unless it is intact, unmutated and unread by its creator."""
-    link.send(wire.Read(key))
+    link.send(wire.ReadValue(key))
     answer = link.receive()
     assert isinstance(answer, wire.Data), answer
     assert answer.nbytes == nbytes

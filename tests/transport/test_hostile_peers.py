@@ -233,7 +233,7 @@ def test_peer_that_never_reads_has_one_request_served(server: Server) -> None:
     get = server.store.get
     server.store.get = lambda key: (asked.append(key), get(key))[1]  # type: ignore[method-assign]
     deaf = server.link()
-    deaf.socket.sendall(wire.pack_frame(wire.Read(kept.key)) * 1500)
+    deaf.socket.sendall(wire.pack_frame(wire.ReadValue(kept.key)) * 1500)
     assert server.serves()
     assert server.serves()
     assert 1 <= len(asked) <= 8  # what the socket's buffers took of the answers, not 1,500

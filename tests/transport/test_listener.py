@@ -67,7 +67,7 @@ def test_a_reader_that_does_not_read_holds_up_nobody(server: Server) -> None:
     kept = entry_of(torch.zeros(20_000_000, dtype=torch.uint8))
     server.store.publish(kept)
     lazy = server.link()
-    lazy.send(wire.Read(kept.key))
+    lazy.send(wire.ReadValue(kept.key))
     assert server.serves()
     eager = server.link()
     assert read_value(eager, kept.key, 20_000_000) == bytes(20_000_000)
@@ -83,7 +83,7 @@ def test_a_reader_that_does_not_read_holds_up_nobody(server: Server) -> None:
 
 def test_listener_answers_that_a_value_is_gone(server: Server) -> None:
     link = server.link()
-    for request in (wire.Read(b"unknown"), wire.Put(b"unknown")):
+    for request in (wire.ReadValue(b"unknown"), wire.Put(b"unknown")):
         link.send(request)
         assert link.receive() == wire.Gone(b"unknown")
     link.close()
@@ -135,7 +135,7 @@ GARBAGE = [
     struct.pack("<I", wire.MAX_FRAME_BYTES + 1) + b"x" * 100,
     struct.pack("<I", 0),
     struct.pack("<I", 5) + b"\x93abcd",
-    wire.pack_frame(wire.Read(b"key")),  # before any proof
+    wire.pack_frame(wire.ReadValue(b"key")),  # before any proof
     wire.pack_frame(wire.Hello(99, b"n" * 16, b"p" * 32, "from the future")),
     wire.pack_frame(wire.Challenge(1, b"n")),
 ]

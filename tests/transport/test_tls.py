@@ -111,7 +111,7 @@ def test_small_blocks_arrive_through_tls(server: Server) -> None:
     kept = Entry(key=secrets.token_bytes(16), leaves=[], layout=layout, for_callers=True)
     server.store.publish(kept)
     link = server.link()
-    link.send(wire.Read(kept.key))
+    link.send(wire.ReadValue(kept.key))
     assert link.receive() == wire.Data(400_000)
     found = [bytearray(4) for _ in range(100_000)]
     link.receive_into(found)
@@ -152,7 +152,7 @@ def test_reader_that_does_not_read_delays_nobody_with_tls(server: Server) -> Non
     kept = entry_of(torch.zeros(30 << 20, dtype=torch.uint8))
     server.store.publish(kept)
     deaf = server.link()
-    deaf.send(wire.Read(kept.key))
+    deaf.send(wire.ReadValue(kept.key))
     for _ in range(3):
         assert server.serves()
     # It goes on where it stopped.

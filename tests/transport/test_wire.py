@@ -11,7 +11,7 @@ MESSAGES: list[wire.Message] = [
     wire.Hello(1, b"n" * 16, b"p" * 32, "driver"),
     wire.Welcome(b"p"),
     wire.Refusal("no"),
-    wire.Read(b"k"),
+    wire.ReadValue(b"k"),
     wire.Data(123),
     wire.Trailer(True, True, False),
     wire.Gone(b"k"),

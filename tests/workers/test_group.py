@@ -54,14 +54,10 @@ def group(ray_session, kind):
         yield group
 
 
-def results(group, future, timeout_s=30):
-    return future.results(timeout_s)
-
-
 def test_runtime_environment_reaches_workers_only(group):
     """R5 and weak point c: the option was dropped; mutable defaults were filled with the driver's environment."""
     before = dict(os.environ)
-    seen = results(group, group.call("environment", names=["RAYLANE_TEST_COLOUR"]))
+    seen = group.call("environment", names=["RAYLANE_TEST_COLOUR"]).results(30)
     assert seen == [{"RAYLANE_TEST_COLOUR": "green"}] * 4
     assert ENV == {"RAYLANE_TEST_COLOUR": "green"}
     assert dict(os.environ) == before
@@ -71,7 +67,7 @@ def test_runtime_environment_reaches_workers_only(group):
 
 def test_rank_variables_are_those_of_torchrun(group):
     names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"]
-    seen = results(group, group.call("environment", names))
+    seen = group.call("environment", names).results(30)
     assert [entry["RANK"] for entry in seen] == ["0", "1", "2", "3"] == [entry["LOCAL_RANK"] for entry in seen]
     assert {(entry["WORLD_SIZE"], entry["LOCAL_WORLD_SIZE"], entry["NODE_RANK"]) for entry in seen} == {("4", "4", "0")}
     assert len({(entry["MASTER_ADDR"], entry["MASTER_PORT"]) for entry in seen}) == 1
@@ -92,7 +88,7 @@ def listening_addresses(pid, port):
 
 @pytest.mark.claim("security", "the TCPStore of a worker group listens on the address of its node alone")
 def test_store_of_a_group_listens_on_the_node_address_alone(group):
-    env = results(group, group.call("environment", ["MASTER_ADDR", "MASTER_PORT"], ranks=[0]))[0]
+    env = group.call("environment", ["MASTER_ADDR", "MASTER_PORT"], ranks=[0]).results(30)[0]
     address = socket.inet_aton(env["MASTER_ADDR"])[::-1].hex().upper()  # /proc/net/tcp: hex of the host's byte order
     pid = ray.get(group._actors[0].__ray_call__.remote(lambda host: os.getpid()))
     assert listening_addresses(pid, int(env["MASTER_PORT"])) == [address]
@@ -141,17 +137,17 @@ def test_ranks_are_ordered_by_devices_within_their_node():
 
 @pytest.mark.claim("worker groups", "`torch.distributed` starts from the environment of each worker")
 def test_torch_distributed_joins_through_the_environment(group):
-    means = results(group, group.call("mean_over_ranks", shard=["dp", "tp"], value=[[1.0, 2.0], [3.0, 6.0]]))
+    means = group.call("mean_over_ranks", shard=["dp", "tp"], value=[[1.0, 2.0], [3.0, 6.0]]).results(30)
     assert means == [3.0] * 4
-    results(group, group.call("leave_process_group"))
+    group.call("leave_process_group").results(30)
 
 
 def test_single_worker_and_all_workers_take_positional_arguments(group):
-    assert results(group, group.call("echo", "a", k=1, ranks=[2])) == [(2, ("a",), {"k": 1})]
-    assert results(group, group.call("echo", "a", k=1)) == [(rank, ("a",), {"k": 1}) for rank in range(4)]
+    assert group.call("echo", "a", k=1, ranks=[2]).results(30) == [(2, ("a",), {"k": 1})]
+    assert group.call("echo", "a", k=1).results(30) == [(rank, ("a",), {"k": 1}) for rank in range(4)]
     only = group.call("echo", replicate=["dp"])
-    assert [result[0] for result in results(group, only)] == [0, 2]
-    assert [result[0] for result in results(group, group.call("echo", ranks=[3, 0, 3]))] == [0, 3]
+    assert [result[0] for result in only.results(30)] == [0, 2]
+    assert [result[0] for result in group.call("echo", ranks=[3, 0, 3]).results(30)] == [0, 3]
     with pytest.raises(ValueError, match="rank 4 is not in this layout"):
         group.call("echo", ranks=[4])
 
@@ -161,7 +157,7 @@ def test_every_argument_is_sharded_along_every_listed_axis(group):
     """R1, F2: only the first axis, and only the argument called "data", were looked at."""
     nested = [[f"tp{t} dp{d}" for d in range(2)] for t in range(2)]
     future = group.call("echo", nested, shard=["tp", "dp"], other=nested)
-    assert [result[1:] for result in results(group, future)] == [
+    assert [result[1:] for result in future.results(30)] == [
         ((f"tp{t} dp{d}",), {"other": f"tp{t} dp{d}"}) for d in range(2) for t in range(2)
     ]
 
@@ -179,8 +175,8 @@ def test_batches_are_sharded_replicated_and_returned_once(group):
     )
     assert future.called_ranks == (0, 1, 2, 3)
     assert future.returning_ranks == (0, 2)
-    assert results(group, future) == [60, 220]
-    assert results(group, future) == [60, 220], "a future can be asked twice"
+    assert future.results(30) == [60, 220]
+    assert future.results(30) == [60, 220], "a future can be asked twice"
     assert future.done()
 
 
@@ -190,7 +186,7 @@ def test_shard_is_sent_once_for_all_its_workers(group, kind, monkeypatch):
     monkeypatch.setattr("raylane.workers.group.put", lambda value: puts.append(value) or raylane.put(value))
     batch = BatchDict({"ids": torch.arange(8)})
     future = group.call("total", batch.shard(2), shard=["dp"], replicate=["tp"], common={"scale": 2})
-    assert results(group, future) == [12, 12, 44, 44]
+    assert future.results(30) == [12, 12, 44, 44]
     if kind is WorkerGroup:
         assert len(puts) == 2
     else:
@@ -202,8 +198,8 @@ def test_shard_is_sent_once_for_all_its_workers(group, kind, monkeypatch):
 
 def test_a_reference_arrives_as_the_value_it_stands_for(group):
     ref = raylane.put(BatchDict({"ids": torch.arange(4)}))
-    assert results(group, group.call("total", ref)) == [6] * 4
-    assert results(group, group.call("total", data=ref, scale=ray.put(2))) == [12] * 4
+    assert group.call("total", ref).results(30) == [6] * 4
+    assert group.call("total", data=ref, scale=ray.put(2)).results(30) == [12] * 4
 
 
 def test_free_axes_are_left_out_or_called_with_none(group):
@@ -211,16 +207,16 @@ def test_free_axes_are_left_out_or_called_with_none(group):
     left_out = group.call("total", batch.shard(2), shard=["dp"], replicate=[])
     assert left_out.called_ranks == (0, 2)
     dummies = group.call("total", batch.shard(2), shard=["dp"], replicate=[], call_free_axes=True)
-    assert results(group, dummies) == [6, None, 22, None]
+    assert dummies.results(30) == [6, None, 22, None]
 
 
 def test_results_that_are_not_wanted_never_leave_their_worker(group):
     """The reference fetched every replica's result and filtered afterwards."""
     both = ["dp", "tp"]
     future = group.call("costly_result", replicate=both, one_result=both)
-    assert [result.rank for result in results(group, future)] == [0]
+    assert [result.rank for result in future.results(30)] == [0]
     with pytest.raises(WorkerCallError, match="was sent though nobody asked"):
-        results(group, group.call("costly_result"))
+        group.call("costly_result").results(30)
 
 
 def test_nothing_is_sent_when_arguments_are_wrong(group):
@@ -246,37 +242,37 @@ def test_nothing_is_sent_when_arguments_are_wrong(group):
 @pytest.mark.claim("worker groups", "an error names its rank, and the group continues")
 def test_worker_error_names_rank_and_the_group_continues(group):
     with pytest.raises(WorkerCallError, match=r"Recorder.fail raised on rank 2: KeyError: 'the reason'") as caught:
-        results(group, group.call("fail", 2))
+        group.call("fail", 2).results(30)
     assert caught.value.fields == {"rank": 2, "call": "Recorder.fail"}
     assert 'raise KeyError("the reason")' in str(caught.value), "the remote traceback is in the message"
     assert isinstance(caught.value.__cause__, KeyError)
-    assert results(group, group.call("fail", 9)) == [0, 1, 2, 3]
+    assert group.call("fail", 9).results(30) == [0, 1, 2, 3]
 
 
 def test_exception_that_cannot_be_pickled_ends_no_worker(group):
     """Ray ends an actor whose exception raises while it is pickled; the group would call it dead."""
     told = r"Recorder.fail_oddly raised on rank \d: RuntimeError: .*Unsendable: odd \(which cannot be pickled: .*no way"
     with pytest.raises(WorkerCallError, match=told):
-        results(group, group.call("fail_oddly"))
-    assert [one[0] for one in results(group, group.call("echo"))] == [0, 1, 2, 3]
+        group.call("fail_oddly").results(30)
+    assert [one[0] for one in group.call("echo").results(30)] == [0, 1, 2, 3]
 
 
 def test_generator_that_is_returned_is_refused(group):
     """Ray would hand out its first item as the result, and drop the rest."""
     with pytest.raises(WorkerCallError, match="lazy_rows returned a generator; return a list instead"):
-        results(group, group.call("lazy_rows"))
+        group.call("lazy_rows").results(30)
 
 
 def test_argument_that_cannot_be_pickled_is_sent_to_nobody(group):
     """Sent to some, it would leave them waiting for the others in a collective."""
-    before = results(group, group.call("calls"))
+    before = group.call("calls").results(30)
     arguments = [[1, 2], [3, threading.Lock()]]
     with pytest.raises(TypeError, match="an argument cannot be pickled, so nothing was sent"):
         group.call("echo", arguments, shard=["dp", "tp"])
-    assert results(group, group.call("calls")) == before
+    assert group.call("calls").results(30) == before
     reference = ray.put(5)
     nested = group.call("echo", [reference, 7], shard=["dp"], replicate=["tp"])
-    assert [one[1] for one in results(group, nested)] == [(5,), (5,), (7,), (7,)]
+    assert [one[1] for one in nested.results(30)] == [(5,), (5,), (7,), (7,)]
 
 
 @pytest.mark.slow
@@ -310,7 +306,7 @@ def test_a_late_answer_is_not_lost(ray_session, kind):
         assert caught.value.fields["ranks"] == [0]
         assert not gate.done()
         if two_calls:
-            assert results(group, group.call("fail", 9)) == [0], "other calls run beside it"
+            assert group.call("fail", 9).results(30) == [0], "other calls run beside it"
 
 
 @pytest.mark.claim("worker groups", "a killed worker fails every pending call, and the group recovers")
@@ -336,14 +332,14 @@ def test_killed_worker_fails_every_pending_call(ray_session, kind):
 def test_a_worker_that_ray_started_again_is_empty_until_rebuilt(ray_session, kind):
     with kind(Recorder, 1, options=WorkerOptions(**SMALL, max_restarts=1)) as group:
         with pytest.raises(WorkerLostError):
-            results(group, group.call("die", 0))
+            group.call("die", 0).results(30)
         message, deadline = "", time.monotonic() + 60
         while "rebuild_worker(0)" not in message and time.monotonic() < deadline:
             with pytest.raises(WorkerLostError) as caught:  # "unavailable" until the process is there again
-                results(group, group.call("echo"))
+                group.call("echo").results(30)
             message = str(caught.value)
         group.rebuild_worker(0, timeout=30)
-        assert results(group, group.call("echo")) == [(0, (), {})]
+        assert group.call("echo").results(30) == [(0, (), {})]
 
 
 @pytest.mark.slow

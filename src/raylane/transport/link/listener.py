@@ -385,7 +385,7 @@ class Listener:
     def _handle(self, peer: _Client, message: wire.Message) -> None:
         if not peer.authenticated:
             self._authenticate(peer, message)
-        elif isinstance(message, wire.Read):
+        elif isinstance(message, wire.ReadValue):
             self._read(peer, message.key, None)
         elif isinstance(message, wire.ReadParts):
             self._read(peer, message.key, wire.unpack_parts(message.parts))

@@ -73,7 +73,7 @@ class Refusal(msgspec.Struct, tag=3, array_like=True, frozen=True):
     reason: str
 
 
-class Read(msgspec.Struct, tag=4, array_like=True, frozen=True):
+class ReadValue(msgspec.Struct, tag=4, array_like=True, frozen=True):
     """Request for the blocks of one value; answered by Data or Gone."""
 
     key: _Key
@@ -313,7 +313,7 @@ Message: TypeAlias = (
     | Hello
     | Welcome
     | Refusal
-    | Read
+    | ReadValue
     | Data
     | Trailer
     | Gone

@@ -121,7 +121,7 @@ def _fetch(
     """Request the blocks from their source; `receive_into` fills them from the link."""
     source = ticket.origin()
     with process.links().borrow((source.host, source.port), source, deadline) as link:
-        link.send(wire.Read(ticket.key))
+        link.send(wire.ReadValue(ticket.key))
 
         def receive() -> list[Any]:
             blocks = allocate(ticket, process.pool)
