@@ -259,8 +259,8 @@ def test_receiver_of_many_regions_copies_beyond_its_limit(
     assert all(not one.flags.writeable and one.sum() == 300_000 for one in kept)
 
 
-def test_region_without_a_place_for_a_reader_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(regions, "_PLACES", regions._PLACES[:1])
+def test_region_without_a_row_for_a_reader_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(regions, "_ROWS", regions._ROWS[:1])
     array = raylane.empty(1000, np.uint8)
     array[:] = 3
     place, region = regions.find(array) or pytest.fail("not in a region")
