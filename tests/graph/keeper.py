@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 
 import numpy as np
@@ -77,3 +78,26 @@ def in_memfd(one: Any) -> bool:
             if int(start, 16) <= address < int(end, 16):
                 return "memfd:raylane" in line
     raise AssertionError("an address outside of every mapping")
+
+
+class Sender:
+    """Sender of an array that it keeps."""
+
+    def __init__(self) -> None:
+        self.array = raylane.empty(50_000, np.float32)
+
+    def send(self, _: Any) -> Any:
+        return self.array
+
+    def is_free(self) -> bool:
+        return raylane.is_free(self.array)
+
+
+class BusyReceiver:
+    """Receiver that takes one message, and then no other."""
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def wait(self, *_: Any) -> None:
+        time.sleep(600)

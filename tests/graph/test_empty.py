@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 import ray
 import torch
-from tests.graph.keeper import Keeper, in_memfd
+from tests.graph.keeper import BusyReceiver, Keeper, Sender, in_memfd
 
 import raylane
 from core.processes import start_code
 from raylane.core.memory import regions
 from raylane.core.memory.regions import RegionPlace
 from raylane.core.memory.segment import Segment
+from raylane.errors import GraphActorDiedError
 from raylane.graph.channels.lease import LeaseReader
 from raylane.graph.channels.ring import MAX_PLACES
 from raylane.testing.leaks import descriptors
@@ -247,6 +248,30 @@ def test_memory_is_free_after_its_receiver_was_killed(
     os.kill(ray.get(keeper.pid.remote()), signal.SIGKILL)
     raylane.wait_free(array, 30)
     assert buffers.take(30).shape == (50_000,)
+
+
+@pytest.mark.parametrize("killed", [True, False], ids=["killed", "busy"])
+def test_messages_that_were_not_taken_end_with_the_graph(
+    killed: bool, ray_session: None, graph: Compile, eventually: Callable[..., None]
+) -> None:
+    sender, receiver = ray.remote(num_cpus=0)(Sender).remote(), ray.remote(num_cpus=0)(BusyReceiver).remote()
+    pid = ray.get(receiver.pid.remote())
+    array = raylane.empty(50_000, np.float32)
+    g = graph(lambda x: raylane.bind(receiver.wait, x, raylane.bind(sender.send, x)))
+    results = [g.execute(array) for _ in range(2)]
+    region = regions.region_at(leaf_address(array))
+    assert region is not None
+    eventually(lambda: region.held_count)
+    if killed:
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(GraphActorDiedError):
+            results[1].get()
+    assert not raylane.is_free(array)
+    assert not ray.get(sender.is_free.remote())
+    g.teardown(timeout=1)
+    ray.kill(receiver)
+    eventually(lambda: raylane.is_free(array) and ray.get(sender.is_free.remote()))
+    ray.kill(sender)
 
 
 def test_receiver_of_many_regions_copies_beyond_its_limit(

@@ -18,8 +18,8 @@ LONG_FUNCTIONS: dict[str, str] = {}
 PACKAGE = ROOT / "src" / "raylane"
 BUDGETS = {
     "cli": 1048,
-    "core": 1818,
-    "graph": 6699,
+    "core": 1825,
+    "graph": 6727,
     "modules": 552,
     "nemo": 982,
     "rl": 2938,

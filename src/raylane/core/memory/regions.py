@@ -113,6 +113,10 @@ class Region:
         for _ in range(readers):
             semaphore.post(self._references)
 
+    def take_back(self) -> None:
+        """Count one reader of a message less."""
+        semaphore.try_wait(self._references)
+
     # As defaults, because at the end of the interpreter the module is empty when this runs.
     def __del__(self, getpid: Any = os.getpid, close: Any = os.close) -> None:
         # In a forked child the number may belong to another file.
@@ -212,6 +216,17 @@ class ReadRegion:
             assert self.segment.fd is not None
             if not _held_count(self.segment.fd, view, address, self._row):
                 self.segment.discard()
+
+
+def take_back(path: str) -> None:
+    """Count a message as taken that lies in a region of this process and that its reader will not take.
+
+    Does nothing if the last array of the region is garbage.
+    """
+    with _lock:
+        for region in _regions.values():
+            if region.path == path:
+                region.take_back()
 
 
 def find(buffer: Any) -> tuple[RegionPlace, Region] | None:

@@ -267,6 +267,11 @@ class FanOutWriter:
             self._ring.write(sequence, message, flags)
         self.forward(sequence, message, flags)
 
+    def take_back(self) -> None:
+        """Take the messages that readers on this host have not read, like `RingWriter.take_back`."""
+        if self._ring is not None:
+            self._ring.take_back()
+
     def leased_bytes(self, message: Message) -> int:
         """Return the bytes that must be leased to send a message. Links send from the message's own memory."""
         return 0 if self._ring is None else self._ring.leased_bytes(message)

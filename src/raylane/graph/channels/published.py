@@ -148,6 +148,10 @@ class PublishingWriter:
             self._stages[slot].free()
         self.under.write(sequence, message, flags)
 
+    def take_back(self) -> None:
+        """Take the messages that readers have not read, like `RingWriter.take_back`."""
+        self.under.take_back()
+
     def close(self) -> None:
         """Free everything that is published. Never waits for a lock; a second call does nothing."""
         self._closed = True

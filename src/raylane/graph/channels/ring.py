@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import struct
 import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -58,6 +59,10 @@ ELSEWHERE = LENT_BUFFERS | LENT_BODY
 """Flags of a message: its buffers are leased; its body too; the driver awaits its execution in asyncio; some of its
 buffers lie in memory that is handed over (`core.memory.regions`). A part of a message with a flag of ELSEWHERE is not
 in its slot."""
+
+
+_SLOT = struct.Struct("<QIBBHQ")
+"""Beginning of a slot, with the size of the first buffer, which follows where it is the only one."""
 
 
 class RingSpec(NamedTuple):
@@ -192,6 +197,26 @@ class RingWriter(native.SlotWriter):
         """Do the same, and close `fd` when this writer is garbage: no thread can be writing to it then."""
         weakref.finalize(self, os.close, fd)
         self.wake_with(fd)
+
+    def take_back(self) -> None:
+        """Take the messages that their readers have not read, so that memory in them counts as free again.
+
+        Call after the end of the graph, when nothing is written any more. A reader that is still there reads the oldest
+        messages and this method takes the newest, each once; a reader that has died takes none.
+        """
+        view, slots_at = self._segment.view, self._spec.offset + HEADER_BYTES
+        starts = range(slots_at, slots_at + self._spec.slots * SLOT_BYTES, SLOT_BYTES)
+        newest_first = sorted(starts, key=lambda at: _SLOT.unpack_from(view, at), reverse=True)
+        for index in range(len(self._spec.readers)):
+            full = self._segment.address + self._spec.offset + index * SEMAPHORE_BYTES
+            for at in newest_first:
+                if semaphore.try_wait(full):
+                    break
+                *_, flags, _, nbytes = _SLOT.unpack_from(view, at)
+                if flags & HANDED_OVER:
+                    begin = at + _SLOT.size
+                    for place in filter(None, pickle.loads(view[begin : begin + nbytes])[1]):
+                        regions.take_back(RegionPlace(*place).path)
 
     def reserve(self, body_bytes: int, sizes: Sequence[int]) -> Reservation | None:
         """Lease memory for a message that is still to be received, with buffers of these sizes. Waits as `write` does.

@@ -164,6 +164,8 @@ class Connections:
 
     def release_memory(self) -> None:
         """Free the memory for inputs and the mappings of results. Call after `close`, while no thread submits."""
+        for writer, _ in self.inputs:
+            writer.take_back()
         if self.pool is not None:
             self.pool.close()
         self.leases.close()

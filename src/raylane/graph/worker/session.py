@@ -136,6 +136,7 @@ class Session:
         if order == "close":
             # The loop removes the session after this; the answer is written before, and the driver waits for it.
             self.lifecycle.advance(Event.LEAVE)
+            self._take_back()
             answer: Any = None
         elif order == "stats":
             sent = {edge: writer.written_bytes for edge, writer in self._writers.items()}
@@ -178,6 +179,12 @@ class Session:
         """Advance the lifecycle to ORPHANED if the driver on this host has ended."""
         if self._owner is not None and not alive(self._owner):
             self.lifecycle.advance(Event.OWNER_GONE)
+            self._take_back()
+
+    def _take_back(self) -> None:
+        """Take what was sent and not read, because the graph has ended everywhere."""
+        for writer in self._writers.values():
+            writer.take_back()
 
     def close(self) -> None:
         """Release everything. Leased memory stays valid for the readers that keep it."""

@@ -30,8 +30,9 @@ def is_free(tensor: Any) -> bool:
 
     False while a ref to a published value with its memory exists. Memory of `raylane.empty` is also in use while a
     reader has such a value mapped, and while a receiver of a graph holds a message in it; all of the memory counts,
-    also where `tensor` is a part of it. Readers and receivers that died do not count, but a message that a receiver
-    had not taken when it died counts for ever. Does not wait. TypeError if it is neither a tensor nor an array.
+    also where `tensor` is a part of it. Readers and receivers that died do not count; a message that a receiver had not
+    taken when it died counts until the graph is torn down. Does not wait. TypeError if it is neither a tensor nor an
+    array.
     """
     return _holder(tensor) is None
 
