@@ -360,6 +360,10 @@ FORKING = """
         node = raylane.bind(one.ones, x)
     g = raylane.compile(node)
     kept = [g.execute(100_000).get() for _ in range(3)]
+    with raylane.InputNode() as x:
+        waiting = raylane.compile(raylane.bind(one.wait, x))
+    array = raylane.empty(100_000, np.float32)
+    pending = [waiting.execute(array) for _ in range(2)]  # the second message stays unread for now
     child = os.fork()
     if child == 0:
         try:
@@ -368,8 +372,12 @@ FORKING = """
             print(error, flush=True)
         kept.clear()  # the parent's lease must not end here
         g.teardown()
+        waiting.teardown()  # nor take what the actor has still to read
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
+    ray.get(one.release.remote())
+    assert [len(result.get(timeout=60)) for result in pending] == [100_000] * 2
+    waiting.teardown()
     more = [g.execute(100_000).get() * 0 for _ in range(3)]  # would reuse memory that the child had given back
     assert [float(array.sum()) for array in kept] == [100_000.0] * 3
     print("still", len(g.stats()["calls"]), flush=True)

@@ -20,7 +20,7 @@ from raylane.graph.channels.published import EdgeWriter, PublishingWriter
 from raylane.graph.channels.receiver import JOIN_S
 from raylane.graph.channels.ring import ProcessDoorbell, RingReader
 from raylane.graph.driver.control import ControlChannels
-from raylane.graph.lifecycle import Event, Lifecycle
+from raylane.graph.lifecycle import Event, Lifecycle, State
 from raylane.graph.nodes import EDGE_TRANSPORTS
 from raylane.graph.plan import routing
 from raylane.graph.plan.ir import DRIVER, Plan
@@ -164,8 +164,9 @@ class Connections:
 
     def release_memory(self) -> None:
         """Free the memory for inputs and the mappings of results. Call after `close`, while no thread submits."""
-        for writer, _ in self.inputs:
-            writer.take_back()
+        if self.lifecycle.state is not State.FORKED:  # the rings of a forked child are those of its parent
+            for writer, _ in self.inputs:
+                writer.take_back()
         if self.pool is not None:
             self.pool.close()
         self.leases.close()
