@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from raylane import _ray_names
 from raylane.cli import doctor
 from raylane.cli.doctor import Finding, healthy, report
+from raylane.errors import RaylaneError
 from raylane.transport.backends.base import NO_DEVICE
 from raylane.transport.backends.registry import backends
 
@@ -42,6 +44,18 @@ def test_status_of_the_command_says_whether_all_is_healthy(
     monkeypatch.setattr(doctor.ray, "is_initialized", lambda: True)
     monkeypatch.setattr(doctor, "examine", lambda: ([Finding("a", "b", "tcp", why_not)], {}))
     assert doctor.run(argparse.Namespace(json=None)) == status
+
+
+def test_doctor_shows_missing_names_of_ray_and_starts_no_ray(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    use = _ray_names.Use("nosuch", "count refs", "raylane.put")
+    monkeypatch.setitem(_ray_names.private_names(), "ray.actor:ActorMethod", [use])
+    monkeypatch.setattr(doctor.ray, "init", lambda **_: pytest.fail("started Ray"))
+    with pytest.raises(RaylaneError, match=r"ray\.actor\.ActorMethod\.nosuch: needed by raylane\.put, to count refs"):
+        doctor.run(argparse.Namespace(json=None))
+    line = next(line for line in capsys.readouterr().out.splitlines() if "private names" in line)
+    assert line.startswith("  private names  Ray lacks ray.actor.ActorMethod.nosuch; raylane was run with Ray ")
 
 
 def test_one_pair_without_a_direct_way_is_unhealthy() -> None:

@@ -115,7 +115,7 @@ EVERYTHING = (
     "hatch_build.py",
     "pyproject.toml",
     "src/raylane/__init__.py",
-    "src/raylane/_ray.py",
+    "src/raylane/_ray",
     "src/raylane/core/",
     "src/raylane/errors.py",
     "src/raylane/py.typed",

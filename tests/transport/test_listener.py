@@ -19,7 +19,7 @@ import pytest
 import torch
 from tests.transport.servers import SECRET, Server, entry_of, read_value
 
-from raylane import _ray
+from raylane import _ray, _ray_calls
 from raylane.core.deadline import Deadline
 from raylane.core.process import place
 from raylane.errors import ProtocolError, SourceLostError, TransferTimeoutError
@@ -367,7 +367,7 @@ def test_ref_that_is_gone_already_calls_back_at_once(monkeypatch: pytest.MonkeyP
     called: list[bytes] = []
     for answer, expected in ((True, []), (False, [b"ref"])):
         core = types.SimpleNamespace(add_object_out_of_scope_callback=lambda ref, callback, answer=answer: answer)
-        monkeypatch.setattr(_ray._worker, "global_worker", types.SimpleNamespace(core_worker=core))
+        monkeypatch.setattr(_ray_calls._worker, "global_worker", types.SimpleNamespace(core_worker=core))
         _ray.on_out_of_scope(types.SimpleNamespace(binary=lambda: b"ref"), called.append)
         assert called == expected
 

@@ -18,6 +18,7 @@ from typing import Any
 import ray
 import torch
 
+from raylane import _ray_names
 from raylane.core import settings
 from raylane.core.deadline import Deadline
 from raylane.core.process.environment import NICENESS_REMEDY
@@ -96,6 +97,7 @@ def run(args: argparse.Namespace) -> int:
     """
     machine = facts()
     print("\n".join(["This machine", *(f"  {name:15}{value}" for name, value in machine.items())]))
+    _ray_names.require(import_dag=True)  # before Ray is started for nothing
     print("\nTesting all transports between the driver and two actors on each node ...", flush=True)
     started = not ray.is_initialized()
     if started:
@@ -164,6 +166,7 @@ def facts() -> dict[str, str]:
     return {
         "python": platform.python_version(),
         **{name: version(name) for name in ("raylane", "ray", "torch")},
+        "private names": _ray_names.summary(),
         "kernel": f"{platform.release()} {platform.machine()}",
         "ptrace_scope": yama.read_text().strip() if yama.exists() else "not set (no Yama in this kernel)",
         "write counters": "readable" if counter_offsets() else "not readable: host cannot notice writes during a read",

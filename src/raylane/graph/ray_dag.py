@@ -125,7 +125,7 @@ class _Conversion:
         for node in _ray.dag_collective_calls(value):
             parts = _ray.dag_node(node)
             assert parts is not None
-            by_actor[_ray.actor_id_of(node._get_actor_handle())] = node, parts
+            by_actor[_ray.actor_id_of(_ray.dag_actor(node))] = node, parts
         results = [by_actor[_ray.actor_id_of(actor)] for actor in actors]
         inputs_of = [tuple(self.convert(parts[2])) for _, parts in results]
         name = "" if op is None else collectives.operation(kind, op)
@@ -133,7 +133,7 @@ class _Conversion:
         for (node, parts), call in zip(results, combined, strict=True):
             self._originals.append(node)
             self._converted[id(node)] = call
-            handle = id(node._get_actor_handle())
+            handle = id(_ray.dag_actor(node))
             # What the actor gives is sent just before its place: Ray has one call there, the graph two.
             share = next(
                 member for member in call.calls if member.collective.role == "share" and member.actor is call.actor

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import ray
-from ray.experimental import TensorTransportManager
 
+from raylane import _ray
 from raylane.errors import TransportUnavailableError
 from raylane.transport.backends.base import AUTO
 from raylane.transport.backends.ray_managers import registered
@@ -30,7 +30,7 @@ def add_ray_transport(name: str, manager_class: Any, *, devices: Sequence[str] =
         manager_class: Subclass of `ray.experimental.TensorTransportManager`, created without arguments.
         devices: Device types of torch that the manager accepts, as for Ray's `register_tensor_transport`.
     """
-    if not isinstance(manager_class, type) or not issubclass(manager_class, TensorTransportManager):
+    if not isinstance(manager_class, type) or not issubclass(manager_class, _ray.TensorTransportManager):
         raise TypeError(
             f"manager_class must be a subclass of ray.experimental.TensorTransportManager, got {manager_class!r}"
         )

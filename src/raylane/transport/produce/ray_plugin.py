@@ -10,12 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from ray.experimental import (
-    CommunicatorMetadata,
-    TensorTransportManager,
-    TensorTransportMetadata,
-    register_tensor_transport,
-)
 
 from raylane import _ray
 from raylane.core import settings
@@ -31,7 +25,7 @@ from raylane.transport.value.ticket import decode_ticket, encode_ticket
 
 
 @dataclass
-class RaylaneMetadata(TensorTransportMetadata):  # type: ignore[misc]  # untyped base
+class RaylaneMetadata(_ray.TensorTransportMetadata):  # type: ignore[misc]  # untyped base
     """The ticket of a value, which Ray carries to the readers; the other fields are Ray's."""
 
     ticket: bytes = b""
@@ -39,7 +33,7 @@ class RaylaneMetadata(TensorTransportMetadata):  # type: ignore[misc]  # untyped
     skeleton: bytes = b""
 
 
-class RaylaneTransport(TensorTransportManager):  # type: ignore[misc]  # untyped base
+class RaylaneTransport(_ray.TensorTransportManager):  # type: ignore[misc]  # untyped base
     """Tensor transport of Ray that publishes and reads as `raylane.put` and `raylane.get` do. Ray creates instances."""
 
     name = "RAYLANE"
@@ -87,7 +81,7 @@ class RaylaneTransport(TensorTransportManager):  # type: ignore[misc]  # untyped
 
     def get_communicator_metadata(self, src_actor: Any, dst_actor: Any, backend: str | None = None) -> Any:
         """Return Ray's empty record: the ticket says where the source is."""
-        return CommunicatorMetadata()
+        return _ray.CommunicatorMetadata()
 
     def recv_multiple_tensors(
         self,
@@ -153,4 +147,4 @@ def register_with_ray(name: str = "RAYLANE", *, tensor_transport: str = "auto") 
     if (upper, transport) != (RaylaneTransport.name, RaylaneTransport.transport):
         # Ray creates the object without arguments, and pickles a class made here by value.
         manager = type("RaylaneTransport", (RaylaneTransport,), {"name": upper, "transport": transport})
-    register_tensor_transport(upper, ["cpu", "cuda"], manager, torch.Tensor)
+    _ray.register_tensor_transport(upper, ["cpu", "cuda"], manager, torch.Tensor)
