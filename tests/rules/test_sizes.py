@@ -17,16 +17,16 @@ LONG_FILES: dict[str, str] = {}
 LONG_FUNCTIONS: dict[str, str] = {}
 PACKAGE = ROOT / "src" / "raylane"
 BUDGETS = {
-    "cli": 1048,
+    "cli": 1051,
     "core": 1825,
-    "graph": 6727,
-    "modules": 552,
+    "graph": 6728,
+    "modules": 673,
     "nemo": 982,
     "rl": 2938,
     "sft": 3052,
     "testing": 206,
     "training": 7409,
-    "transport": 7778,
+    "transport": 7772,
     "weights": 5004,
     "workers": 1433,
 }
