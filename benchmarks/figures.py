@@ -21,7 +21,13 @@ from benchmarks.transfer import cases as transfer_cases
 from benchmarks.transfer.cases import BASELINE, OURS, RDT
 from benchmarks.weights import cases as weights_cases
 
-PAGES = ("README.md", "docs/index.md", "docs/reference/figures.md")
+PAGES = (
+    "README.md",
+    "docs/index.md",
+    "docs/reference/figures.md",
+    "docs/howto/from-ray-compiled-graphs.md",
+    "docs/howto/from-ray-direct-transport.md",
+)
 CONTENDERS = {
     OURS: "raylane `auto`",
     "raylane:tcp": "`tcp`",
@@ -128,6 +134,33 @@ def overview() -> str:
     )
 
 
+def from_ray_graphs() -> str:
+    """Return the table of the page for programs written for Ray's compiled graphs."""
+    runs = Runs("graph")
+    names = (RAYLANE, COMPILED)
+    rows = [
+        [PATTERNS[case], *(time(runs.get(case, name)) for name in names), factor(runs.ratio(case, COMPILED, RAYLANE))]
+        for case in ("echo", "chain-4", "scatter-8", "array-10MB-4")
+    ]
+    idle = [runs.get("idle-8", name, "cpu_s") for name in names]
+    rows.append(
+        ["CPU time of 8 idle actors over 10 s", f"{idle[0]:.2f} s", f"{idle[1]:.1f} s", f"{idle[1] / idle[0]:.0f}x"]
+    )
+    return "\n".join([f"Medians ({runs.origin()}):", "", table(["pattern", "raylane", "Ray's graph", "factor"], rows)])
+
+
+def from_ray_transport() -> str:
+    """Return the table of the page for programs written for Ray's direct transport."""
+    runs = Runs("transfer")
+    rows = []
+    for case in runs.cases("4KB|1MB|100MB|1GB|small-10000x4KB"):
+        best = min(RDT, key=lambda name: runs.get(case, name))
+        times = [time(runs.get(case, name)) for name in (OURS, *RDT)]
+        rows.append([case, *times, factor(runs.ratio(case, best, OURS))])
+    head = ["tensor", "raylane", *(CONTENDERS[name] for name in RDT), "over the better"]
+    return "\n".join([f"Medians ({runs.origin()}):", "", table(head, rows)])
+
+
 def machine() -> str:
     """Return when and on what the benchmarks ran."""
     names = ("transfer", "graph", "sft", "weights", "rl")
@@ -226,6 +259,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "bold_headline": bold_headline,
     "headline": headline,
     "overview": overview,
+    "from_ray_graphs": from_ray_graphs,
+    "from_ray_transport": from_ray_transport,
     "machine": machine,
     "transfers": transfers,
     "transfer_goals": lambda: _goals("transfer", transfer_cases.GOALS),

@@ -159,13 +159,16 @@ def _bound(constraint: Any) -> str:
 
 
 def rules_markdown() -> str:
-    """Return the table of rules and renamed keys for the documentation."""
+    """Return the table of rules and renamed keys for the documentation. Keys with the same treatment share a row."""
     lines = ["| key of NeMo-RL | value | treatment |", "|---|---|---|"]
     lines += [f"| `{old}` | any | the same as `{new}` |" for old, new in RENAMES.items()]
+    keys: dict[tuple[str, str, str], list[str]] = {}
     for rule in RULES:
-        lines.append(f"| `{rule.key}` | {rule.harmless_text} | left out: {rule.why_left_out} |")
-        if rule.why_refused:
-            lines.append(f"| | other | refused: {rule.why_refused} |")
+        keys.setdefault((rule.harmless_text, rule.why_left_out, rule.why_refused), []).append(f"`{rule.key}`")
+    for (harmless_text, why_left_out, why_refused), names in keys.items():
+        lines.append(f"| {', '.join(names)} | {harmless_text} | left out: {why_left_out} |")
+        if why_refused:
+            lines.append(f"| | other | refused: {why_refused} |")
     return "\n".join(lines)
 
 

@@ -51,6 +51,11 @@ COMMANDS: dict[str, Command] = {
             "raylane import-config nemo_sft.yaml data.train=train.jsonl policy.model_name=models/llama -o sft.yaml",
         ),
     ),
+    "migrate": Command(
+        "raylane.cli.migrate",
+        "list the lines to change in a program written for Ray's compiled graphs or direct transport",
+        ("raylane migrate train.py", "raylane migrate src examples"),
+    ),
     "plan": Command(
         "raylane.cli.plan",
         "show mesh, steps, tokens and memory of a fine-tuning run without starting it",

@@ -16,7 +16,7 @@ from raylane.graph.plan import planner, schedule
 DEFAULT_MAX_LENT_BYTES = 4 << 30
 
 
-_NAMES_OF_RAY = {
+OPTIONS_OF_RAY = {
     "enable_asyncio": "leave it out: one graph has execute and execute_async",
     "_max_inflight_executions": "use max_inflight",
     "_max_buffered_results": "leave it out: the number of results that wait to be read is not limited",
@@ -37,8 +37,8 @@ def _names_of_ray_answered(function: Callable[_P, _R]) -> Callable[_P, _R]:
     @functools.wraps(function)
     def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         for name in kwargs:
-            if name in _NAMES_OF_RAY:
-                raise TypeError(f"compile: {name} is an option of experimental_compile of Ray: {_NAMES_OF_RAY[name]}")
+            if name in OPTIONS_OF_RAY:
+                raise TypeError(f"compile: {name} is an option of experimental_compile of Ray: {OPTIONS_OF_RAY[name]}")
         return function(*args, **kwargs)
 
     return checked
