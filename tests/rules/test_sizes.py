@@ -17,7 +17,7 @@ LONG_FILES: dict[str, str] = {}
 LONG_FUNCTIONS: dict[str, str] = {}
 PACKAGE = ROOT / "src" / "raylane"
 BUDGETS = {
-    "cli": 1051,
+    "cli": 1219,
     "core": 1825,
     "graph": 6728,
     "modules": 673,
