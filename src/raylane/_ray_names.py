@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import operator
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -115,9 +116,7 @@ def _words(code: CodeType) -> Iterator[str]:
 def _code_of(function: Any) -> Any:
     """Return the code of a function, method or property without its decorators; None for any other object."""
     function = getattr(function, "fget", None) or getattr(function, "__func__", function)
-    while (decorated := getattr(function, "__wrapped__", None)) is not None:
-        function = decorated
-    return getattr(function, "__code__", None)
+    return getattr(inspect.unwrap(function), "__code__", None)
 
 
 def message(version: str, missing: Sequence[MissingName], checked_on: Sequence[str] = CHECKED_ON) -> str:

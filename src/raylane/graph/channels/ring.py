@@ -206,17 +206,16 @@ class RingWriter(native.SlotWriter):
         """
         view, slots_at = self._segment.view, self._spec.offset + HEADER_BYTES
         starts = range(slots_at, slots_at + self._spec.slots * SLOT_BYTES, SLOT_BYTES)
-        newest_first = sorted(starts, key=lambda at: _SLOT.unpack_from(view, at), reverse=True)
-        for index in range(len(self._spec.readers)):
-            full = self._segment.address + self._spec.offset + index * SEMAPHORE_BYTES
+        first = self._segment.address + self._spec.offset
+        for full in range(first, first + len(self._spec.readers) * SEMAPHORE_BYTES, SEMAPHORE_BYTES):
+            # Usually everything was read. Then no slot is looked at: a look gives a slot that was never used a page.
+            unread = semaphore.value(full)
+            newest_first = sorted(starts, key=lambda at: _SLOT.unpack_from(view, at), reverse=True) if unread else []
             for at in newest_first:
                 if semaphore.try_wait(full):
                     break
-                *_, flags, _, nbytes = _SLOT.unpack_from(view, at)
-                if flags & HANDED_OVER:
-                    begin = at + _SLOT.size
-                    for place in filter(None, pickle.loads(view[begin : begin + nbytes])[1]):
-                        regions.take_back(RegionPlace(*place).path)
+                for place in _handed_places(view, at):
+                    regions.take_back(place.path)
 
     def reserve(self, body_bytes: int, sizes: Sequence[int]) -> Reservation | None:
         """Lease memory for a message that is still to be received, with buffers of these sizes. Waits as `write` does.
@@ -234,6 +233,16 @@ class RingWriter(native.SlotWriter):
         place = pickle.dumps(tuple(reservation.descriptor), 5)
         self._large_bytes += sum(reservation.descriptor.sizes) - len(place)
         self.write_parts(sequence, kind, flags | (LENT_BUFFERS if body else LENT_BODY), body, [place])
+
+
+def _handed_places(view: memoryview, at: int) -> list[RegionPlace]:
+    """Return the places of what was handed over with the message in the slot at an offset."""
+    *_, flags, _, nbytes = _SLOT.unpack_from(view, at)
+    if not flags & HANDED_OVER:
+        return []
+    begin = at + _SLOT.size
+    _, places = pickle.loads(view[begin : begin + nbytes])
+    return [RegionPlace(*place) for place in places if place is not None]
 
 
 def _handed_over(buffers: Sequence[Any]) -> list[tuple[RegionPlace, Region] | None]:
