@@ -18,7 +18,7 @@ SRC = Path(__file__).parents[2] / "src" / "raylane"
 BESIDE = ("errors", "_ray_names", "_ray_calls", "_ray")
 """Modules beside the packages; each may import what stands to its left."""
 BASE = {"errors", "_ray_names", "_ray"}
-"""Those of them that packages may import: `_ray_calls` is loaded by `_ray` alone, after its check."""
+"""Modules of BESIDE that packages may import: `_ray_calls` is loaded by `_ray` alone, after its check."""
 ROOMS = {
     "core": (
         "_native",

@@ -204,7 +204,7 @@ def test_names_that_code_uses_are_in_the_table() -> None:
         elif isinstance(node, ast.Constant) and re.fullmatch(r"_[a-z]\w+", str(node.value)):
             found.add(node.value)
     assert found >= {"global_worker", "is_canceled", "_internal_kv_get", "_collective_op", "__ray_call__"}
-    assert found - KNOWN - ours == set(), "names of Ray that _ray_names.py lacks"
+    assert found - KNOWN - ours == set(), "names of Ray that _ray_names.txt lacks"
 
 
 def test_names_of_the_table_are_used() -> None:

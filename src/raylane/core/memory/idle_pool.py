@@ -17,7 +17,7 @@ class Memory(Protocol):
     """Memory that is used again."""
 
     key: Any
-    """What users ask for: a size, or the name of what the memory shows."""
+    """Size of the memory, or name of what it shows, by which users ask for it."""
     capacity: int
     """Bytes."""
     idle_since: float
