@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from raylane._ray_calls import *
 
 __all__ = [
+    "AUTHENTICATION_LOGGER",
     "EXIT_WITHIN_S",
     "INVOCATION_HOOK",
     "METHOD_OPTIONS",
@@ -80,6 +81,7 @@ __all__ = [
     "submit",
     "task_error",
     "tensor_transport_class",
+    "token_headers",
     "untraced_method",
     "wrap_actor_calls",
 ]

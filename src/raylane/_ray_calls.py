@@ -27,6 +27,7 @@ from ray.experimental import register_tensor_transport as register_tensor_transp
 
 from raylane import _ray_names
 
+AUTHENTICATION_LOGGER = "ray._private.authentication"
 INVOCATION_HOOK = "__ray_invocation_decorator__"
 METHOD_OPTIONS = (
     "num_returns",
@@ -187,6 +188,12 @@ def hand_over_ref(ref: Any) -> tuple[bytes, bytes]:
     """Return (object id, owner address) for `adopt_ref` in another process; keep `ref` until that call is done."""
     _, owner, _ = _worker.global_worker.core_worker.serialize_object_ref(ref)
     return ref.binary(), owner
+
+
+def token_headers() -> dict[str, str]:
+    """Return the headers by which Ray lets this process into a cluster; none without RAY_AUTH_MODE=token."""
+    loader = ray._raylet.AuthenticationTokenLoader.instance()
+    return dict(loader.get_token_for_http_header()) if loader.has_token() else {}
 
 
 def is_dead_for_good(actor_id: str) -> bool:

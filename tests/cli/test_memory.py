@@ -92,8 +92,9 @@ def test_memory_without_a_cluster_says_what_to_do(
     assert "could not connect to a Ray cluster at auto: no cluster. Name" in capsys.readouterr().err
     # Ray itself would try for minutes where nothing listens.
     monkeypatch.setattr("ray.init", lambda **_: pytest.fail("ray.init was called"))
-    for command in ("memory", "weights"):
-        assert main([command, "--address", "127.0.0.1:1"]) == 1
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    for command in (["memory", "--address", "127.0.0.1:1"], ["weights"], ["doctor"]):
+        assert main(command) == 1
         assert "127.0.0.1:1: [Errno 111] Connection refused. Name" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="--limit must be greater than 0, got 0"):
         main(["memory", "--limit", "0"])

@@ -17,15 +17,15 @@ LONG_FILES: dict[str, str] = {}
 LONG_FUNCTIONS: dict[str, str] = {}
 PACKAGE = ROOT / "src" / "raylane"
 BUDGETS = {
-    "cli": 1219,
-    "core": 1825,
+    "cli": 1211,
+    "core": 1865,
     "graph": 6733,
-    "modules": 672,
+    "modules": 678,
     "nemo": 982,
     "rl": 2938,
     "sft": 3052,
     "testing": 206,
-    "training": 7409,
+    "training": 7425,
     "transport": 7772,
     "weights": 5004,
     "workers": 1433,

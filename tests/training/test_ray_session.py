@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import subprocess
@@ -10,6 +11,8 @@ import sys
 import pytest
 import ray
 
+from raylane import _ray
+from raylane.core.process.reachable import check_reachable
 from raylane.errors import ConfigError
 from raylane.training.config.schema import ClusterConfig
 from raylane.training.run import ray_session
@@ -78,3 +81,43 @@ def test_connect_translates_the_errors_of_ray(monkeypatch):
     told = r"the Ray cluster at cluster\.address=auto cannot be reached: Could not find any.*Start it.*set it to local"
     with pytest.raises(ConfigError, match=told), ray_session.connect(ClusterConfig(address="auto")):
         pass
+
+
+def test_check_tells_a_missing_token_from_a_wrong_one(ray_session):
+    address = ray.get_runtime_context().gcs_address
+    headers = _ray.token_headers()
+    assert list(headers) == ["authorization"]  # a Ray that a program starts has a token since 2.59
+    check_reachable(address, headers)
+    with pytest.raises(PermissionError, match=r"has no token\. Set RAY_AUTH_MODE=token, and"):
+        check_reachable(address)
+    for token in ("wrong", "wrong" * 100):
+        with pytest.raises(PermissionError, match=r"has another token than that of the cluster\. Set RAY_AUTH"):
+            check_reachable(address, {"authorization": f"Bearer {token}"})
+
+
+NO_TOKEN = ray.exceptions.AuthenticationError("no token was found.")
+NO_HOME = FileNotFoundError(2, "No such file", "/home/x/.ray")
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (NO_TOKEN, r"reached: no token was found\. Set RAY_AUTH_MODE.* of the cluster$"),
+        (NO_HOME, r"^Ray cannot save its token: .*/\.ray'\. Set RAY_AUTH_TOKEN"),
+    ],
+)
+def test_connect_says_what_to_do_about_a_token(error, told, monkeypatch):
+    notices = logging.getLogger(f"{_ray.AUTHENTICATION_LOGGER}.authentication_token_setup")
+    heard = []
+
+    def init(**_: object) -> None:
+        heard.append(notices.isEnabledFor(logging.WARNING))
+        raise error
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", init)
+    address = "local" if isinstance(error, OSError) else "auto"
+    with pytest.raises(ConfigError, match=told), ray_session.connect(ClusterConfig(address=address)):
+        pass
+    assert heard == [False]
+    assert notices.isEnabledFor(logging.WARNING)

@@ -19,6 +19,7 @@ import ray
 import torch
 
 from raylane import _ray_names
+from raylane.cli.cluster import connected
 from raylane.core import settings
 from raylane.core.deadline import Deadline
 from raylane.core.process.environment import NICENESS_REMEDY
@@ -99,16 +100,8 @@ def run(args: argparse.Namespace) -> int:
     print("\n".join(["This machine", *(f"  {name:15}{value}" for name, value in machine.items())]))
     _ray_names.require(import_dag=True)  # before Ray is started for nothing
     print("\nTesting all transports between the driver and two actors on each node ...", flush=True)
-    started = not ray.is_initialized()
-    if started:
-        ray.init(
-            address=os.environ.get("RAY_ADDRESS"), include_dashboard=False, log_to_driver=False, logging_level="warning"
-        )
-    try:
+    with connected(None, default=None, include_dashboard=False):
         findings, niceness = examine()
-    finally:
-        if started:
-            ray.shutdown()
     print(report(findings, niceness))
     if args.json is not None:
         args.json.write_text(json.dumps({"facts": machine, "findings": [asdict(f) for f in findings]}, indent=1) + "\n")

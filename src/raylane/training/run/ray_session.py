@@ -1,6 +1,7 @@
 """Connection of a training run to Ray: the caller's, a running cluster, or a local one that ends with the run.
 
-`cluster.address` decides, and if it is null the environment variable RAY_ADDRESS. Called by the trainers.
+`cluster.address` decides, and if it is null the environment variable RAY_ADDRESS. Called by the trainers; commands call
+`start_ray` too.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import ray
 
+from raylane import _ray
 from raylane.core.process.environment import AT_NORMAL_PRIORITY, variables
-from raylane.core.process.reachable import check_reachable
+from raylane.core.process.reachable import TOKEN_REMEDY, check_reachable
 from raylane.errors import ConfigError
 from raylane.training.config.schema import ClusterConfig
 
@@ -44,7 +46,7 @@ def connect(cluster: ClusterConfig, more: Mapping[str, Demand] | None = None) ->
         # Ray counts logical CPUs. With fewer cores than workers the run is slow, but it must not wait forever.
         cpus = max(sum(demand.actors * demand.cpus for demand in demands.values()), os.cpu_count() or 1)
         with variables(AT_NORMAL_PRIORITY, keep=True):
-            ray.init(address="local", num_cpus=cpus, include_dashboard=False, logging_level=level)
+            start_ray("local", num_cpus=cpus, include_dashboard=False, logging_level=level)
     else:
         if address.startswith("ray://"):
             raise ConfigError(
@@ -53,8 +55,7 @@ def connect(cluster: ClusterConfig, more: Mapping[str, Demand] | None = None) ->
                 f"{source}=auto"
             )
         try:
-            check_reachable(address)
-            ray.init(address=address, logging_level=level)
+            start_ray(address, logging_level=level)
         except (OSError, ValueError) as error:  # "auto" without a cluster, a text that is no address
             raise _unreachable(address, source, error) from error
     try:
@@ -63,6 +64,30 @@ def connect(cluster: ClusterConfig, more: Mapping[str, Demand] | None = None) ->
         yield
     finally:
         ray.shutdown()
+
+
+def start_ray(address: str | None, **options: Any) -> None:
+    """Call ray.init, without the notice that Ray prints at each start or connection if a token is in use.
+
+    OSError if no Ray answers; PermissionError, with what to do, if it refuses the token of this process. ConfigError if
+    Ray cannot save a token for a cluster of its own.
+    """
+    logger = logging.getLogger(_ray.AUTHENTICATION_LOGGER)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        if ":" in (address or ""):
+            check_reachable(str(address), _ray.token_headers())
+        ray.init(address=address, **options)
+    except ray.exceptions.AuthenticationError as error:  # this process shall have a token, and has none
+        raise PermissionError(f"{error.message.rstrip('.')}. {TOKEN_REMEDY}") from error
+    except OSError as error:
+        if ".ray" not in str(error.filename):
+            raise
+        # A Ray that this process starts makes a token of its own, and saves it in the home directory.
+        raise ConfigError(f"Ray cannot save its token: {error}. Set RAY_AUTH_TOKEN to a random text") from error
+    finally:
+        logger.setLevel(level)
 
 
 class Demand(NamedTuple):
@@ -96,10 +121,10 @@ def _check(demands: Mapping[str, Demand]) -> None:
 
 
 def _unreachable(address: str, source: str, error: Exception) -> ConfigError:
+    failure = f"the Ray cluster at {source}={address} cannot be reached: {error}"
+    if isinstance(error, PermissionError):
+        return ConfigError(failure)
     remedy = "correct cluster.address, or set it to local"
     if source == "RAY_ADDRESS":
         remedy = "correct RAY_ADDRESS, or unset it"
-    return ConfigError(
-        f"the Ray cluster at {source}={address} cannot be reached: {error}. Start it (`ray start --head`), {remedy} to "
-        "run on this machine alone"
-    )
+    return ConfigError(f"{failure}. Start it (`ray start --head`), {remedy} to run on this machine alone")
