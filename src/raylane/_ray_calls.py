@@ -196,12 +196,12 @@ def token_headers() -> dict[str, str]:
     return dict(loader.get_token_for_http_header()) if loader.has_token() else {}
 
 
-def is_dead_for_good(actor_id: str) -> bool:
-    """Return True if Ray will not restart this actor any more. Asks Ray's control service."""
+def state_of(actor_id: str) -> str:
+    """Return Ray's word for the state of an actor; "DEAD" if Ray will not restart it. Asks Ray's control service."""
     from ray._private import state
 
     # An actor without an entry was removed from the list some time after its death.
-    return bool(state.actors(actor_id=actor_id).get("State", "DEAD") == "DEAD")
+    return str(state.actors(actor_id=actor_id).get("State", "DEAD"))
 
 
 def job_has_ended(job: str) -> bool:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import sys
+import time
 
 import pytest
 
@@ -15,6 +16,22 @@ def test_no_limit() -> None:
 def test_zero_has_expired_and_never_goes_below() -> None:
     deadline = Deadline(0)
     assert deadline.left_s() == 0
+
+
+def test_rounds_of_a_wait_say_its_state(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    waits = []
+    for wait_s in Deadline(70).rounds(lambda: "rank 1 is not ready"):
+        waits.append(wait_s)
+        now += wait_s
+    assert waits == [30, 30, 10]
+    assert [line.split(" (")[0] for line in caplog.messages] == [
+        "rank 1 is not ready after 30 s of at most 70 s",
+        "rank 1 is not ready after 60 s of at most 70 s",
+    ]
+    assert next(Deadline(None).rounds(str)) == 30
+    assert list(Deadline(0).rounds(str)) == [0]
 
 
 @pytest.mark.parametrize("bad", [-1, float("nan")])

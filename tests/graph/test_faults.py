@@ -277,6 +277,21 @@ def test_a_compilation_that_fails_half_way_undoes_the_rest(workers: list[Any], e
     eventually(lambda: left_nothing(workers[:2]))
 
 
+def test_compile_says_which_actor_has_not_started(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    nowhere = ray.remote(resources={"of no node": 1})(Worker).remote()
+    node = raylane.bind(nowhere.count)
+    monkeypatch.setattr("raylane.graph.api.START_S", 0.5)
+    monkeypatch.setattr("raylane.core.deadline.WORD_S", 0.2)
+    with pytest.raises(GraphTimeoutError, match=r"within 0.5 s: it has not started \(its state in Ray: [A-Z_]+\)"):
+        raylane.compile(node)
+    assert "Worker has not answered: it has not started (its state in Ray: " in caplog.text
+    with pytest.raises(GraphTimeoutError, match=r"within 0.1 s: it has not started"):
+        raylane.compile(node, timeout=0.1)
+    ray.kill(nowhere)
+
+
 def test_ctrl_c_during_get_loses_nothing(workers: list[Any]) -> None:
     g = chain(workers, "wait")
     result = g.execute("kept")

@@ -95,7 +95,9 @@ def network_of(links: tuple[tuple[int, int, int], ...]) -> PeerNetwork:
         member=0,
         names=("driver", "a"),
         edge_count=ALARM - 2,
-        options=GraphOptions(max_inflight=1, timeout_s=5.0, max_lent_bytes=1 << 20, exclusive=False),
+        options=GraphOptions(
+            max_inflight=1, timeout_s=5.0, start_timeout_s=5.0, max_lent_bytes=1 << 20, exclusive=False
+        ),
         near_driver=True,
         routes={},
         doorbells={},

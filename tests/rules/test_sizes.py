@@ -18,17 +18,17 @@ LONG_FUNCTIONS: dict[str, str] = {}
 PACKAGE = ROOT / "src" / "raylane"
 BUDGETS = {
     "cli": 1211,
-    "core": 1865,
-    "graph": 6733,
+    "core": 1878,
+    "graph": 6738,
     "modules": 678,
     "nemo": 982,
-    "rl": 2938,
+    "rl": 2942,
     "sft": 3052,
     "testing": 206,
-    "training": 7425,
+    "training": 7426,
     "transport": 7772,
     "weights": 5004,
-    "workers": 1433,
+    "workers": 1440,
 }
 """Lines of code of each package, and of the modules beside them, without docstrings, comments and blank lines.
 

@@ -383,11 +383,13 @@ def test_unplaceable_group_names_demand_and_supply(ray_session, kind):
 
 
 @pytest.mark.slow
-def test_start_that_takes_too_long_names_ranks_and_option(ray_session, kind):
+def test_start_that_takes_too_long_names_ranks_and_option(ray_session, kind, monkeypatch, caplog):
     before = placements()
+    monkeypatch.setattr("raylane.core.deadline.WORD_S", 1.0)
     told = r"ranks \[[01, ]+\] are not ready 5 s after the start.*raise start_timeout_s"
     with pytest.raises(WorkerCallError, match=told):
         kind(worker_classes.NeverReady, 2, options=WorkerOptions(**SMALL, start_timeout_s=5))
+    assert "are not ready after 1 s of at most 5 s (load of this host: " in caplog.text
     assert placements() == before
 
 

@@ -7,13 +7,21 @@ threads, and waits until none of them writes into memory of its caller.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 
 from raylane.core import settings
 
+log = logging.getLogger("raylane")
+
+START_S = 600.0
+"""Limit in seconds for starts of processes: a busy machine needs minutes to import PyTorch, a cluster to add nodes."""
+WORD_S = 30.0
+"""Seconds between two lines of the log about a wait for a start."""
 LONGEST_S = 1e9
 """Longest timeout (about 30 years) that is not treated as "no limit".
 
@@ -119,6 +127,20 @@ class Deadline:
         if self.cancellation is not None and self.cancellation.cancelled:
             return 0.0
         return None if self.at == math.inf else max(0.0, self.at - time.monotonic())
+
+    def rounds(self, state: Callable[[], str]) -> Iterator[float]:
+        """Yield the seconds of one wait after another, until the deadline, and log the state between two of them.
+
+        For starts of processes, which take minutes on a busy machine. The state is a clause such as "ranks [1] are not
+        ready".
+        """
+        began = time.monotonic()
+        while (left_s := self.left_s()) is None or left_s > WORD_S:
+            yield WORD_S
+            load = f"{os.getloadavg()[0]:.0f} on {len(os.sched_getaffinity(0))} cores"
+            waited = f"after {time.monotonic() - began:.0f} s of at most {self.timeout_s} s"
+            log.warning("%s %s (load of this host: %s)", state(), waited, load)
+        yield left_s
 
     def writing(self) -> contextlib.AbstractContextManager[None]:
         """Permit writes into memory of the caller, as `Cancellation.writing`."""

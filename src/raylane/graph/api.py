@@ -9,6 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from raylane import _ray
 from raylane.core import settings
+from raylane.core.deadline import START_S
 from raylane.errors import GraphPlanError
 from raylane.graph import nodes, ray_dag
 from raylane.graph.plan import planner, schedule
@@ -64,7 +65,8 @@ def compile(
     Args:
         node: The output: a node, a `MultiOutputNode`, or a node of Ray's own (`actor.method.bind`).
         max_inflight: Maximum number of executions under way; also the number of slots of every channel.
-        timeout: Limit in seconds of every wait of this graph (None: `RAYLANE_TIMEOUT_S`, 60 s).
+        timeout: Limit in seconds of every wait of this graph (None: `RAYLANE_TIMEOUT_S`, 60 s, but 600 s for actors
+            that have not started; every 30 s the log then says what is awaited).
         backend: "ray", or "inline" to run plain objects in this process, without Ray, for tests.
         exclusive: Methods of the graph and ordinary calls of the same actor never run at the same time.
         fail_fast: With "output" a result fails as soon as a call that its output needs has failed, without waiting for
@@ -101,7 +103,9 @@ def compile(
     from raylane.graph.channels.layout import GraphOptions
     from raylane.graph.driver.graph import CompiledGraph
 
-    return CompiledGraph(plan, actors, GraphOptions(max_inflight, timeout_s, max_lent_bytes, exclusive))
+    start_timeout_s = START_S if timeout is None else timeout
+    options = GraphOptions(max_inflight, timeout_s, start_timeout_s, max_lent_bytes, exclusive)
+    return CompiledGraph(plan, actors, options)
 
 
 def _check_number(name: str, value: Any, kind: Any, expected: str, *, least: int) -> None:

@@ -262,9 +262,13 @@ class Rollouts:
     def _wait_for_start(self) -> None:
         """Wait until all actors have loaded their model; RaylaneError after `rollout.timeout_s`."""
         refs, limit_s = [actor.__ray_ready__.remote() for actor in self._actors], self._config.rollout.timeout_s
-        ready, _ = ray.wait(refs, num_returns=len(refs), timeout=limit_s)
+        ready = set[Any]()
+        for wait_s in Deadline(limit_s).rounds(lambda: f"{len(ready)} of {len(refs)} rollout actors have started"):
+            ready.update(ray.wait(refs, num_returns=len(refs), timeout=wait_s)[0])
+            if len(ready) == len(refs):
+                break
         # First the errors of constructors, which say more. No limit: these calls have ended.
-        ray.get(ready)
+        ray.get(list(ready))
         if len(ready) < len(refs):
             free = ray.available_resources()
             raise RaylaneError(

@@ -117,7 +117,7 @@ class WorkerGroup:
         self._broken: str | None = None
         """Reason why no call may be sent before `recover`; None if there is none."""
         try:
-            self._start(time.monotonic() + self._options.start_timeout_s)
+            self._start(Deadline(self._options.start_timeout_s))
         except BaseException:
             # No reference to the group reaches the caller, so nobody else could shut down what was started.
             self.shutdown(timeout=10)
@@ -270,7 +270,7 @@ class WorkerGroup:
 
     # Life -----------------------------------------------------------------------------------------------------------
 
-    def _start(self, deadline: float) -> None:
+    def _start(self, deadline: Deadline) -> None:
         bundles, strategy = self._options.bundles(self.size)
         needed = self._options.bundle()
         if _ray.started_here() and (total := ray.cluster_resources()):
@@ -283,12 +283,19 @@ class WorkerGroup:
         self._placement = placement_group(bundles, strategy=strategy)
         self._dropped = finalize_here(self, _release, self._placement)
         self._dropped.atexit = False  # Ray ends the placement group with the driver
-        if not self._placement.wait(max(0.0, deadline - time.monotonic())):
+        workers = f"{self.size} workers of {needed} ({len(bundles)} bundles, {strategy})"
+
+        def room() -> str:
+            free, total = ray.available_resources(), ray.cluster_resources()
+            return f"Free now: {_amounts(free, needed)}, total: {_amounts(total, needed)}"
+
+        if not any(
+            self._placement.wait(wait_s) for wait_s in deadline.rounds(lambda: f"{workers} not placed. {room()}")
+        ):
             limit = self._options.start_timeout_s
             raise WorkerGroupError(
-                f"the cluster could not place {self.size} workers of {needed} ({len(bundles)} bundles, "
-                f"{strategy}) within {limit} s. Free now: {_amounts(ray.available_resources(), needed)}, "
-                f"total: {_amounts(ray.cluster_resources(), needed)}. Add nodes, or ask for fewer resources"
+                f"the cluster could not place {workers} within {limit} s. {room()}. Add nodes, or ask for fewer "
+                "resources"
             )
         # Create all actors before waiting for any of them, so that their processes start in parallel.
         remote_host, name = ray.remote(WorkerHost), self.worker_class.__name__
@@ -305,7 +312,7 @@ class WorkerGroup:
         self._env, self.node_ids = _rank_variables(located), tuple(seat.node_id for seat in located)
         self._first_results(self._construct(range(self.size)), deadline)
 
-    def _take_seats(self, deadline: float) -> list[Seat]:
+    def _take_seats(self, deadline: Deadline) -> list[Seat]:
         seats = [actor.take_seat.remote(rank) for rank, actor in enumerate(self._actors)]
         label = f"{self.worker_class.__name__}.starting"
         starting = GroupFuture(label, plan_call(self.sharding), RefCalls(seats), self._failures)
@@ -324,20 +331,21 @@ class WorkerGroup:
         label = f"{self.worker_class.__name__}.{CONSTRUCT}"
         return self._future(Dispatch(label, CONSTRUCT, plan, slices, {"packed": packed}))
 
-    def _first_results(self, future: GroupFuture, deadline: float) -> list[Any]:
+    def _first_results(self, future: GroupFuture, deadline: Deadline) -> list[Any]:
         """Wait for one startup call of every rank; the error of a timeout names start_timeout_s."""
-        try:
-            return future.results(max(0.0, deadline - time.monotonic()))
-        except WorkerCallError as error:
-            if "timeout_s" not in error.fields:
-                raise
-            limit = self._options.start_timeout_s
-            raise WorkerCallError(
-                f"{future.label}: ranks {error.fields['ranks']} are not ready {limit} s after the start. Check "
-                "the logs of their processes, or raise start_timeout_s",
-                ranks=error.fields["ranks"],
-                timeout_s=limit,
-            ) from error
+        for wait_s in deadline.rounds(lambda: f"{future.label}: ranks {future.late_ranks()} are not ready"):
+            try:
+                return future.results(wait_s)
+            except WorkerCallError as error:
+                if "timeout_s" not in error.fields:
+                    raise
+        late, limit = future.late_ranks(), self._options.start_timeout_s
+        raise WorkerCallError(
+            f"{future.label}: ranks {late} are not ready {limit} s after the start. Check the logs of their processes, "
+            "or raise start_timeout_s",
+            ranks=late,
+            timeout_s=limit,
+        )
 
     def rebuild_worker(self, rank: int, timeout: float | None = None) -> None:
         """Construct the worker of a rank again after Ray restarted its process (`max_restarts`), and wait for it.
@@ -361,7 +369,7 @@ class WorkerGroup:
         self._end_processes(time.monotonic() + _KILL_RESERVE_S)
         self._failures, self._under_way, self._broken = Failures(), [], None
         try:
-            self._start(time.monotonic() + self._options.start_timeout_s)
+            self._start(Deadline(self._options.start_timeout_s))
         except BaseException:
             # No worker is left, and `recover` may be called again: the group itself stays open.
             self._end_processes(time.monotonic() + _KILL_RESERVE_S)

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from raylane.core.deadline import START_S
+
 RANK_VARIABLES = (
     "RANK",
     "WORLD_SIZE",
@@ -55,8 +57,8 @@ class WorkerOptions:
 
     None places bundles one by one according to `placement_strategy`. In both cases ranks are consecutive within a node.
     """
-    start_timeout_s: float = 120.0
-    """Limit in seconds for placing, starting and constructing all workers."""
+    start_timeout_s: float = START_S
+    """Limit in seconds for placing, starting and constructing all workers; every 30 s the log says what is awaited."""
 
     def __post_init__(self) -> None:
         # `frozen` protects the fields only; copy the mappings and make them read-only as well.

@@ -36,6 +36,8 @@ class GraphOptions:
 
     max_inflight: int
     timeout_s: float | None
+    start_timeout_s: float | None
+    """Limit for actors that have not started, or that Ray restarts."""
     max_lent_bytes: int
     exclusive: bool
 

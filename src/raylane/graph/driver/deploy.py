@@ -44,11 +44,11 @@ _described: dict[str, ActorInfo] = {}
 
 def deploy(plan: Plan, actors: Sequence[Any], options: GraphOptions) -> Connections:
     """Open every channel of the plan. Waits for the actors to start and to finish the calls that they are running."""
-    deadline = Deadline(options.timeout_s)
     ids = {member: _ray.actor_id_of(actor) for member, actor in enumerate(actors, 1)}
 
     def describe(members: Iterable[int]) -> dict[int, ActorInfo]:
-        descriptions = _call_all(plan, actors, dict.fromkeys(members, (bootstrap.describe_actor,)), deadline)
+        calls = dict.fromkeys(members, (bootstrap.describe_actor,))
+        descriptions = _call_all(plan, actors, calls, Deadline(options.start_timeout_s))
         if len(_described) > MAX_DESCRIBED:
             _described.clear()
         _described.update((ids[member], info) for member, info in descriptions.items())
@@ -56,7 +56,7 @@ def deploy(plan: Plan, actors: Sequence[Any], options: GraphOptions) -> Connecti
 
     def attempt(infos: Mapping[int, ActorInfo]) -> Connections:
         connections = Connections(plan, actors, [infos[member] for member in ids])
-        _open_channels(connections, ChannelSetup(connections, options), deadline)
+        _open_channels(connections, ChannelSetup(connections, options), Deadline(options.timeout_s))
         return connections
 
     known = {member: _described[actor_id] for member, actor_id in ids.items() if actor_id in _described}
@@ -126,15 +126,26 @@ def _call_all(
     return answers
 
 
+def _get(name: str, actor: Any, ref: Any, deadline: Deadline) -> Any:
+    """Wait for one answer. GraphTimeoutError, and before it the log, say why there is none yet."""
+
+    def reason() -> str:
+        state = _ray.state_of(_ray.actor_id_of(actor))
+        return "it is running a long method" if state == "ALIVE" else f"it has not started (its state in Ray: {state})"
+
+    for wait_s in deadline.rounds(lambda: f"{name} has not answered: {reason()}"):
+        if ray.wait([ref], timeout=wait_s)[0]:
+            return ray.get(ref)
+    raise GraphTimeoutError(
+        f"{name} did not answer within {deadline.timeout_s} s: {reason()}. Try again when it is free, or compile "
+        "with a larger timeout"
+    )
+
+
 def _answer_of(name: str, actor: Any, ref: Any, deadline: Deadline) -> Any:
     """Wait for one answer. Errors of Ray are translated into errors of graphs."""
     try:
-        return ray.get(ref, timeout=deadline.left_s())
-    except ray.exceptions.GetTimeoutError as error:
-        raise GraphTimeoutError(
-            f"{name} did not answer within {deadline.timeout_s} s: it has not started, or is running a long method. "
-            "Compile when it is free, or with a larger timeout_s"
-        ) from error
+        return _get(name, actor, ref, deadline)
     except ray.exceptions.ActorUnavailableError as error:
         raise GraphActorDiedError(
             f"{name} cannot be reached at the moment: Ray restarts it, or has lost it. Compile again later, or call "
@@ -173,7 +184,7 @@ def wait_until_alive(plan: Plan, actors: Sequence[Any], timeout_s: float | None)
         if remaining_s is not None and remaining_s <= 0:
             raise GraphTimeoutError(
                 f"{', '.join(waiting)} did not restart within {deadline.timeout_s} s: Ray restarts it still, or waits "
-                "for resources (ray status). Call recompile again, or compile with a larger timeout_s"
+                "for resources (ray status). Call recompile again, or compile with a larger timeout"
             )
         time.sleep(POLL_S if remaining_s is None else min(remaining_s, POLL_S))
 
@@ -181,15 +192,10 @@ def wait_until_alive(plan: Plan, actors: Sequence[Any], timeout_s: float | None)
 def _answers(name: str, actor: Any, ref: Any, deadline: Deadline) -> bool:
     """Return True if the call has returned, False if the actor is restarting."""
     try:
-        ray.get(ref, timeout=deadline.left_s())
-    except ray.exceptions.GetTimeoutError as error:
-        raise GraphTimeoutError(
-            f"{name} did not answer within {deadline.timeout_s} s: it is still starting, or runs a long method. Call "
-            "recompile again, or compile with a larger timeout_s"
-        ) from error
+        _get(name, actor, ref, deadline)
     except ray.exceptions.RayActorError as error:
         actor_id = _ray.actor_id_of(actor)
-        if not _ray.is_dead_for_good(actor_id):
+        if _ray.state_of(actor_id) != "DEAD":
             return False
         raise GraphActorDiedError(
             f"{name} is dead, and Ray does not restart it (max_restarts): compile with a living actor. {error}",

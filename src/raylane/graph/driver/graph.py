@@ -224,16 +224,16 @@ class CompiledGraph:
     def recompile(self) -> CompiledGraph:
         """End this graph and return a new one: same nodes, same actors, same options.
 
-        Use this after an actor has died that Ray restarts (`max_restarts`). Waits at most the graph's `timeout` until
-        all actors are alive again and free. Pending results of this graph raise GraphClosedError, or the error that has
-        ended the graph. A restarted actor has the state that its `__init__` leaves.
+        Use this after an actor has died that Ray restarts (`max_restarts`). Waits until all actors are alive again and
+        free, at most the graph's `timeout` (600 s without one). Pending results of this graph raise GraphClosedError,
+        or the error that has ended the graph. A restarted actor has the state that its `__init__` leaves.
 
         GraphActorDiedError names an actor that Ray does not restart; GraphTimeoutError an actor that is not alive in
         time, or is busy. After both this method can be called again.
         """
         self.teardown()
         actors = self._connections.actors
-        wait_until_alive(self.plan, actors, self.timeout_s)
+        wait_until_alive(self.plan, actors, self._options.start_timeout_s)
         return CompiledGraph(self.plan, actors, self._options)
 
     def teardown(self, timeout: float = 5.0) -> None:

@@ -16,6 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from raylane.core.deadline import START_S
 from raylane.training.config.policy import NaturalInt, PolicyConfig, PositiveFloat, PositiveInt, Section
 from raylane.workers.options import RANK_VARIABLES
 
@@ -120,8 +121,8 @@ class ClusterConfig(Section):
     """Number of nodes to use; each node gets num_workers / num_nodes workers with consecutive ranks."""
     cpus_per_worker: PositiveInt = 1
     """Number of logical CPUs that each worker requests from Ray, and number of its torch threads."""
-    start_timeout_s: PositiveFloat = 120.0
-    """Maximum time in seconds for placing and starting all workers."""
+    start_timeout_s: PositiveFloat = START_S
+    """Maximum time in seconds for placing and starting all workers; every 30 s the log says what is awaited."""
     # YAML reads `NCCL_P2P_DISABLE: 1` as a number, and environment variables are text.
     env_vars: dict[str, Annotated[str, Field(coerce_numbers_to_str=True)]] = Field(default_factory=dict)
     """Environment variables to set before Python starts in the workers, e.g. NCCL_DEBUG; an open mapping of text to
