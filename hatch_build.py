@@ -7,14 +7,17 @@ compiler or the headers of Python the build ends with a sentence that names the 
 from __future__ import annotations
 
 import os
+import platform
 import shlex
 import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
+LEAST_PYTHON = (3, 11)
 SOURCE = Path("src/raylane/core/_native.c")
 FLAGS = "-std=c11 -D_GNU_SOURCE -O2 -fPIC -shared -pthread -Wall -Wextra -Wno-missing-field-initializers"
 # Methods take (self, ignored) or (self, args, count) where their table says (self, args), as CPython documents.
@@ -47,6 +50,8 @@ def compile_native(root: Path, *more: str, into: Path | None = None) -> Path:
 def failure(error: OSError | subprocess.CalledProcessError) -> str:
     """Return one sentence that says why the module could not be compiled, and which package to install."""
     printed = getattr(error, "stderr", None) or ""
+    if sys.version_info < LEAST_PYTHON:  # pip compares versions only after this build
+        return f"raylane needs Python 3.11 or newer, and this is {platform.python_version()}."
     if isinstance(error, OSError):
         cause, packages = str(error), "a C compiler (Debian and Ubuntu: apt install gcc; Fedora: dnf install gcc)"
     elif "Python.h" in printed:
@@ -69,7 +74,7 @@ class NativeBuildHook(BuildHookInterface):
             self.app.abort(failure(error))
         for older in set(module.parent.glob("_native.*.so")) - {module}:
             older.unlink()  # built for one version of CPython, which would prefer it
-        platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+        tag = sysconfig.get_platform().replace("-", "_").replace(".", "_")
         build_data["pure_python"] = False
-        build_data["tag"] = f"cp311-abi3-{platform}"
+        build_data["tag"] = f"cp311-abi3-{tag}"
         build_data["artifacts"].append(str(module.relative_to(self.root)))

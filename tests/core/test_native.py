@@ -383,7 +383,7 @@ def test_copy_uses_threads_while_they_are_faster() -> None:
     assert [alone.threads() for _ in range(40)] == [1] * 40
 
 
-def test_build_without_compiler_or_headers_names_the_package() -> None:
+def test_build_without_compiler_or_headers_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     hatch_build = pytest.importorskip("hatch_build", reason="hatchling is not installed")
     without_compiler = hatch_build.failure(FileNotFoundError(2, "No such file or directory", "cc"))
     assert without_compiler.endswith(
@@ -397,6 +397,8 @@ def test_build_without_compiler_or_headers_names_the_package() -> None:
     other = hatch_build.failure(subprocess.CalledProcessError(1, "cc", stderr="note\na.c:1:1: error: no C11\n"))
     assert "could not be compiled: a.c:1:1: error: no C11; install GCC" in other
     assert {text.count("\n") for text in (without_compiler, without_headers, other)} == {0}
+    monkeypatch.setattr(hatch_build, "LEAST_PYTHON", (99, 0))
+    assert hatch_build.failure(FileNotFoundError()).startswith("raylane needs Python 3.11 or newer, and this is 3.")
 
 
 @pytest.mark.slow
