@@ -17,9 +17,6 @@ from raylane.core.memory.segment import Segment
 from raylane.core.signals import patience, semaphore
 from raylane.core.signals.patience import (
     BUDGETS_NS,
-    FORGIVE_NS,
-    FORGIVE_WAITS,
-    FORGIVE_WAITS_NS,
     KEPT_WAITS,
     MAX_LEVEL,
     MAX_LOSS_NS,
@@ -59,9 +56,6 @@ class Machine:
         if to_a_process:
             self.delay.delay_ns += lost_ns
         self.patience.review([(lost_ns, lost_ns)], now_ns)
-
-    def waits(self, count: int, after_ns: int = FORGIVE_WAITS_NS) -> None:
-        self.patience.review([(10 * US, 2 * US)] * count, START_NS + after_ns)
 
 
 # Budget
@@ -145,50 +139,25 @@ def test_kernel_without_run_delays_counts_every_loss() -> None:
 
 
 @pytest.mark.parametrize(
-    ("quiet_ns", "level"),
+    ("slept", "yielded", "level"),
     [
-        (0, 4),
-        (FORGIVE_NS * 99 // 100, 4),
-        (FORGIVE_NS * 101 // 100, 3),
-        (FORGIVE_NS * 5 // 2, 2),
-        (FORGIVE_NS * 7 // 2, 1),
-        (1000 * S, 1),
+        ([40 * US] * 100, [10 * US] * 9000, 2),  # half of the level before, and one for the loss
+        ([40 * US] * 100, [38 * US] * 9000, 4),  # no gain
+        ([40 * US] * 100, [10 * US] * 20, 4),  # the loss is more than the gain
+        ([], [10 * US] * 9000, 4),  # nothing is known about the pause
     ],
 )
-def test_quiet_seconds_after_a_pause_are_forgiven(quiet_ns: int, level: int) -> None:
+def test_levels_fall_where_yielding_is_worth_its_loss(slept: list[int], yielded: list[int], level: int) -> None:
     machine, now = Machine(), START_NS
     for _ in range(3):
         machine.loses(now, LOSS_NS)
         now = machine.patience.resume_ns
     assert machine.patience.level == 3
-    machine.loses(now + quiet_ns, LOSS_NS)
+    machine.patience.review([(length, 0) for length in slept] + [(length, 2 * US) for length in yielded], now)
+    assert machine.patience.level == 3
+    machine.loses(now + 1000 * S, LOSS_NS)  # time without waits proves nothing
     assert machine.patience.level == level
-
-
-def test_waits_that_yielding_has_ended_are_forgiven_too() -> None:
-    """A daemon that wakes now and then is no neighbour that computes."""
-    machine = Machine()
-    for _ in range(3):
-        machine.loses(START_NS, LOSS_NS)
-    machine.waits(FORGIVE_WAITS - 1)
-    assert machine.patience.level == 3
-    machine.loses(START_NS, LOSS_NS)  # not in a row
-    machine.waits(FORGIVE_WAITS - 1)
-    assert machine.patience.level == 4
-    machine.patience.review([(10 * US, 0)] * 10 * FORGIVE_WAITS, START_NS)  # slept: that proves nothing
-    assert machine.patience.level == 4
-    machine.waits(1)
-    assert machine.patience.level == 3
-    machine.waits(10 * FORGIVE_WAITS)
-    assert machine.patience.level == 0
-
-
-def test_waits_right_after_a_loss_are_not_forgiven() -> None:
-    """A neighbour on the other CPU lets hundreds of waits pass before it takes this one again."""
-    machine = Machine()
-    machine.loses(START_NS, LOSS_NS)
-    machine.waits(10 * FORGIVE_WAITS, FORGIVE_WAITS_NS - 1)
-    assert machine.patience.level == 1
+    assert machine.patience.resume_ns == now + 1000 * S + PENALTY * LOSS_NS * 2 ** (level - 1)
 
 
 def test_run_delay_of_a_thread_never_falls() -> None:

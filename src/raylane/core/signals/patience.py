@@ -30,7 +30,7 @@ Shorter ones are other members of the graph, which take their turns of a few mic
 KEPT_WAITS = 64
 """Number of recent waits by which the budget is chosen."""
 PENALTY = 10
-"""Factor between the time lost by a slow yield and the pause of yielding after it; doubled with every further loss.
+"""Factor between the time lost by a slow yield and the pause of yielding after it; doubled with every level.
 
 A single loss (to a daemon that woke up) pauses yielding for tens of milliseconds. Beside a process that computes, the
 growing pauses soon limit the loss to less than 1% of the time.
@@ -38,12 +38,8 @@ growing pauses soon limit the loss to less than 1% of the time.
 MAX_LOSS_NS = 20 * MS
 """Largest loss counted for one slow yield."""
 MAX_LEVEL = 8
-FORGIVE_NS = 1 * S
-"""Time without a slow yield, after the end of a pause, that lowers the level by one."""
-FORGIVE_WAITS = 500
-"""Number of consecutive waits without a slow yield that lowers the level by one."""
-FORGIVE_WAITS_NS = S // 4
-"""Least time since the last slow yield for that: beside a computing process, 500 waits of an echo may take 10 ms."""
+WORTH = 0.9
+"""Yielding is worth its losses if the mean wait with it is shorter than this share of the mean wait in the pause."""
 
 
 def best_budget_ns(lengths_ns: deque[int]) -> int:
@@ -59,6 +55,24 @@ def best_budget_ns(lengths_ns: deque[int]) -> int:
     )
 
 
+class Waits:
+    """Number and sum of the lengths of some waits."""
+
+    __slots__ = ("count", "sum_ns")
+
+    def __init__(self) -> None:
+        self.count = self.sum_ns = 0
+
+    def add(self, length_ns: int) -> None:
+        """Count one wait."""
+        self.count += 1
+        self.sum_ns += length_ns
+
+    def mean_ns(self) -> float:
+        """Return the mean length; 0 without waits."""
+        return self.sum_ns / max(1, self.count)
+
+
 class Patience:
     """Decision how long to yield before sleeping, from the lengths of past waits and from slow yields.
 
@@ -72,17 +86,15 @@ class Patience:
         self.budget_ns = BUDGETS_NS[0] if yields else 0
         """Time to yield at present, pauses aside."""
         self.level = 0
-        """Number of recent slow yields, at most MAX_LEVEL."""
+        """Number of recent losses that yielding was not worth, at most MAX_LEVEL."""
         self.resume_ns = 0
         """Time at which the present pause of yielding ends."""
         self._run_delay = run_delay
         self._delayed_ns = run_delay() if yields else 0
         """Run delay at the last review."""
         self._lengths: deque[int] = deque(maxlen=KEPT_WAITS)
-        self._lost_at_ns = 0
-        """Time of the last slow yield."""
-        self._quick = 0
-        """Number of waits with yields since the last slow yield or the last lowering of the level."""
+        self._yielded, self._slept = Waits(), Waits()
+        """Waits since the last loss: those that yielded, and those of the pause, which slept at once."""
 
     def review(self, waits: list[tuple[int, int]], now_ns: int) -> tuple[int, int]:
         """Return (budget, time from which to yield) after these waits: (length, longest yield, 0 for none) of each.
@@ -95,23 +107,14 @@ class Patience:
         delayed_before, self._delayed_ns = self._delayed_ns, self._run_delay()
         for length, worst in waits:
             self._lengths.append(length)
-            if not worst:  # waits that slept at once say nothing about yielding
-                continue
-            if worst <= SLOW_NS:
-                self._quick += 1
-                if self._quick >= FORGIVE_WAITS and now_ns - self._lost_at_ns >= FORGIVE_WAITS_NS:
-                    self._quick = 0
-                    self.level = max(0, self.level - 1)
+            (self._yielded if worst else self._slept).add(length)
             # A stopped process or a paused machine loses time too, but not to another process: it was not runnable.
-            elif self._delayed_ns - delayed_before >= worst // 2 or not self._delayed_ns:
-                # Time without a slow yield counts only after the pause, because nothing yields during a pause.
-                quiet_ns = now_ns - self.resume_ns
-                if self.level and quiet_ns > 0:
-                    self.level = max(0, self.level - quiet_ns // FORGIVE_NS)
-                self._quick = 0
-                self._lost_at_ns = now_ns
+            if worst > SLOW_NS and (self._delayed_ns - delayed_before >= worst // 2 or not self._delayed_ns):
+                if self._yielded.mean_ns() < WORTH * self._slept.mean_ns():
+                    self.level //= 2
                 self.resume_ns = now_ns + min(worst, MAX_LOSS_NS) * PENALTY * (1 << self.level)
                 self.level = min(self.level + 1, MAX_LEVEL)
+                self._yielded, self._slept = Waits(), Waits()
         self.budget_ns = best_budget_ns(self._lengths)
         return self.budget_ns, self.resume_ns
 
