@@ -1,4 +1,4 @@
-"""The example prints what it should."""
+"""The examples print what they should."""
 
 from __future__ import annotations
 
@@ -19,3 +19,13 @@ def test_the_example_runs() -> None:
     assert shown["summed by the consumer"][:6] == shown["summed by the driver"][:6] == shown["through Ray's store"][:6]
     assert shown["one of them"] == "(1000, 1000)"
     assert float(shown["put by an actor"]) == 2_000_000
+
+
+@pytest.mark.slow
+def test_the_example_of_outer_actors_reads_directly() -> None:
+    assert output_of("outer_actors.py").splitlines()[-4:] == [
+        "from an outer actor:   1000000.0",
+        "given to a replica:    1000000.0",
+        "returned by a replica: 2000000.0",
+        "read directly:         2",
+    ]

@@ -26,7 +26,7 @@ BUDGETS = {
     "sft": 3052,
     "testing": 206,
     "training": 7426,
-    "transport": 7772,
+    "transport": 7782,
     "weights": 5004,
     "workers": 1440,
 }

@@ -24,6 +24,7 @@ from raylane.transport.produce.buffers import wait_free
 from raylane.transport.produce.options import publish_options
 from raylane.transport.produce.publication import Publication, PublishOnPickle
 from raylane.transport.read.deliver import Delivery, Present, delivery
+from raylane.transport.read.invocation import WRAPPER_ATTRIBUTE
 from raylane.transport.read.unpickling import Pending, collect, fit
 
 ABANDONED_AFTER_S = 2.0
@@ -51,8 +52,9 @@ def method(
 
     The method may be sync, async or a generator of either kind. When Ray calls the method, the tensors in its result
     (nested anywhere) stay in this process by reference until every ref to the result is gone; consumers need no
-    decorator. Called from Python, the decorated method is the plain method. Other options are passed to `ray.method`
-    (such as `num_returns` and `concurrency_group`), which may also be stacked above or below this decorator.
+    decorator. Called from Python, the decorated method is the plain method; it warns once in an actor that does not
+    inherit it or that overrides it. Other options are passed to `ray.method` (such as `num_returns` and
+    `concurrency_group`), which may also be stacked above or below this decorator.
 
     Options of one call: `raylane.options(actor.method, ...)` or `actor.method.options(tensor_transport=...)`.
 
@@ -87,7 +89,8 @@ def method(
             raise TypeError(
                 f"raylane.method decorates a method or a function, got {function!r}. Put it below @ray.remote"
             )
-        if hasattr(function, calls.OPTIONS_ATTRIBUTE):
+        # functools.wraps copies the attribute to functions that call a decorated method: these may be decorated.
+        if hasattr(function, WRAPPER_ATTRIBUTE) and getattr(function, WRAPPER_ATTRIBUTE) is function:
             raise TypeError(f"{function.__qualname__} is decorated with raylane.method already. Decorate it once")
         wrapper = calls.wrap(function, options)
         return ray.method(**ray_options)(wrapper) if ray_options else wrapper
@@ -107,6 +110,9 @@ def put(
 
     The tensors stay in this process by reference until the ref is gone everywhere. Returns at once, and copies nothing
     except small values and snapshots. Raises the errors of pickling the rest of the value.
+
+    A streaming generator or a deployment of Ray Serve that returns the ref must keep it until it was read: Ray 2.60
+    loses count of such refs, and their readers then get TensorFreedError.
 
     Args:
         value: Any value that can be pickled, with tensors anywhere inside.

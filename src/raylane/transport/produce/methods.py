@@ -147,6 +147,8 @@ def check_generator(name: str, options: PublishOptions) -> None:
 
 def _with_options(signature: inspect.Signature) -> inspect.Signature:
     """Return a signature with the keyword for options of one call: Ray checks arguments against it."""
+    if _ray.OPTIONS_KEYWORD in signature.parameters:  # copied by functools.wraps from a decorated method
+        return signature
     keyword = inspect.Parameter(_ray.OPTIONS_KEYWORD, inspect.Parameter.KEYWORD_ONLY, default=None)
     parameters = list(signature.parameters.values())
     last = len(parameters) - (bool(parameters) and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD)
@@ -322,10 +324,11 @@ def call_and_publish(actor: Any, name: str, publish: PublishOptions, *args: Any,
     function: Callable[..., Any] = getattr(actor, name)
     if inspect.iscoroutinefunction(function):
         raise TypeError(f"raylane.options cannot call {name}, an async method. Decorate it with raylane.method")
-    value = function(*args, **kwargs)
-    if _ray.is_canceled():
-        return value
-    return PublishOnPickle(value, Publication(publish, anchored=True, origin=f"{type(actor).__qualname__}.{name}"))
+    identity = _ray.call_identity()
+    assert identity is not None  # Ray made this call
+    # Claims the task: a decorated method that is called inside does not warn that its tensors are in Ray's store.
+    with PublishingCall(identity[1], f"{type(actor).__qualname__}.{name}", publish, streams=False) as call:
+        return call.publish(function(*args, **kwargs))
 
 
 _ray.answer_options_first(options_of_ray)

@@ -53,7 +53,7 @@ def _is_target(wrapper: Callable[..., Any], name: str) -> bool:
             target = _ray.actor_target(last)
             is_target = target is wrapper
             if not is_target and (reason := _why_by_ray(wrapper, target, name)) is not None:
-                warnings.warn(reason, UserWarning, stacklevel=4)
+                warnings.warn(reason, UserWarning, stacklevel=5)  # at the line that called the wrapper
         else:
             is_target = _is_task_function(wrapper, name, last)
         _targets[wrapper, name] = is_target
@@ -61,9 +61,10 @@ def _is_target(wrapper: Callable[..., Any], name: str) -> bool:
 
 
 def _why_by_ray(wrapper: Callable[..., Any], target: Any, name: str) -> str | None:
-    """Return why Ray carries the result of a wrapper that it does not call itself; None for a method of the same actor.
+    """Return why Ray carries the result of a wrapper that it does not call itself.
 
-    `target` is what Ray calls, under the name `name`.
+    None for a function, and for a method of the same actor under another name: an actor may use its own methods as
+    plain ones. `target` is what Ray calls, under the name `name`.
     """
     method, called = wrapper.__qualname__, name.rpartition(".")[2]
     if getattr(target, WRAPPER_ATTRIBUTE, None) is wrapper:
@@ -71,20 +72,27 @@ def _why_by_ray(wrapper: Callable[..., Any], target: Any, name: str) -> str | No
             f"{method} has a decorator above raylane.method, which would get tickets instead of tensors, so its result "
             "goes through Ray's object store. Put @raylane.method on top"
         )
-    if _belongs_to_another_class(method):
-        return (
-            f"{name} called {method}, a method with raylane.method of an object that is no actor of its own, so the "
-            "tensors stay in its result as usual, and pass through Ray's object store if "
-            f"{called} returns them. Decorate {called} with raylane.method, or return raylane.put(...) from it"
+    hidden = called == wrapper.__name__  # an override or a class decorator has taken its place
+    owner = method.rpartition(".")[0]
+    if not owner or owner.endswith("<locals>") or (_is_inherited(wrapper.__module__, owner) and not hidden):
+        return None
+    remedy = f"Decorate {called} with raylane.method, or return raylane.put(...) from it"
+    if name.startswith("ray."):  # an actor of Ray, such as a replica of Ray Serve, which nobody can decorate
+        remedy = (
+            f"Let {method} return raylane.put(...) without a decorator, and keep the ref until it was read, because "
+            "Ray 2.60 can lose count of refs that Ray Serve returns"
         )
-    return None
+    return (
+        f"{name} called {method}, a method with raylane.method that Ray did not call itself, so the tensors stay in "
+        f"its result as usual, and pass through Ray's object store if {called} returns them. {remedy}"
+    )
 
 
-def _belongs_to_another_class(qualified: str) -> bool:
-    """Return True if a method of this qualified name stands in no class that the actor of this process inherits."""
-    owner, _, _ = qualified.rpartition(".")
-    is_method = bool(owner) and not owner.endswith("<locals>")
-    return is_method and all(owner != base.__qualname__ for base in (_ray.actor_class() or object).__mro__)
+def _is_inherited(module: str, owner: str) -> bool:
+    """Return True if the actor of this process inherits the class of this qualified name."""
+    return any(
+        (module, owner) == (base.__module__, base.__qualname__) for base in (_ray.actor_class() or object).__mro__
+    )
 
 
 def _is_task_function(wrapper: Callable[..., Any], name: str, last: str) -> bool:
