@@ -65,7 +65,7 @@ def test_render_names_budget_kept_actors_and_silent_processes() -> None:
     assert "published: 0 B of a budget of 1 MB in 0 values" in text
     assert "1 publication waiting for room in the budget" in text
     assert "copies for readers: 3 MB, of which 1 MB idle" in text
-    assert "memory of raylane.empty: 4 MB, of which other processes read 2 MB" in text
+    assert "memory of raylane.empty: 4 MB, of which other processes read 2 MB and 0 B is idle" in text
     assert "mapped from other processes: 7 MB in use, 0 B idle" in text
     assert "keeps Actor(W, bb) alive: 2 refs to results of weights" in text
     assert "keeps Actor cc alive: 1 ref gone whose values others may still need" in text

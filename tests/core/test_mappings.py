@@ -59,7 +59,7 @@ def test_a_mapping_is_used_again_and_shows_the_makers_bytes() -> None:
 
 
 def test_written_ranges_are_those_of_written_pages() -> None:
-    array, region = made(600)
+    array, region = made(640)
     array[:] = 1
     mapped = data(Mappings(math.inf, 1 << 30).take_region(region.path))
     start = mapped.ctypes.data
@@ -69,7 +69,7 @@ def test_written_ranges_are_those_of_written_pages() -> None:
     assert written_ranges(start, mapped.nbytes) == []
     mapped[0 :: 2 * PAGE] = 3
     expected = [(start + at, start + at + PAGE) for at in range(0, mapped.nbytes, 2 * PAGE)]
-    assert len(expected) == 300
+    assert len(expected) == 320
     assert written_ranges(start, mapped.nbytes) == expected
 
 
@@ -129,6 +129,7 @@ def test_memory_goes_back_to_the_system_although_it_is_mapped() -> None:
     file = os.open(region.path.partition("#")[0], os.O_RDONLY)
     del array, region
     gc.collect()
+    regions.close()
     assert os.fstat(file).st_blocks * 512 >= 256 * PAGE  # a reader has it
     assert data(held).min() == 1
     array, region = made(256)
@@ -138,6 +139,7 @@ def test_memory_goes_back_to_the_system_although_it_is_mapped() -> None:
     gc.collect()
     del array, region
     gc.collect()
+    regions.close()
     assert os.fstat(idle).st_blocks * 512 < 256 * PAGE
     os.close(file)
     os.close(idle)

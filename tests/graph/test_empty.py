@@ -73,8 +73,9 @@ def test_empty_refuses_what_it_cannot_make() -> None:
         raylane.empty(3, "no such dtype")
 
 
-def test_empty_memory_is_freed_with_the_last_array() -> None:
+def test_empty_memory_is_freed_after_the_last_array() -> None:
     gc.collect()
+    regions.close()
     before, count = descriptors(), len(regions._regions)
     array = raylane.empty(100_000, np.float32)
     view = array[10:20]
@@ -82,7 +83,51 @@ def test_empty_memory_is_freed_with_the_last_array() -> None:
     view[:] = 1
     assert len(regions._regions) == count + 1
     del view
-    assert (descriptors(), len(regions._regions)) == (before, count)
+    assert len(regions._regions) == count
+    regions.close()
+    assert descriptors() == before
+
+
+def test_empty_memory_is_used_again_by_the_next_array() -> None:
+    array = raylane.empty(100_000, np.float32)
+    place, region = regions.find(array) or pytest.fail("no region")
+    array[:] = 3
+    del array
+    again = raylane.empty((10, 10_001), torch.float32)  # of the same class of sizes
+    assert regions.find(again.numpy()) == (place._replace(nbytes=400_040), region)
+    assert again.max() == 3
+    region.hand_over(1)  # a message that nobody has taken
+    del again
+    other = raylane.empty(100_000, np.float32)
+    assert regions.find(other) != (place, region)
+    del other
+    region.take_back()
+    regions.close()
+    assert not region.is_under_way
+
+
+@pytest.mark.processes
+def test_forked_child_does_not_take_idle_memory_of_its_parent() -> None:
+    code = """
+import os
+import numpy as np
+import raylane
+from raylane.core.memory import regions
+from raylane.core.memory.segment import Segment
+array = raylane.empty(1000, np.uint8)
+array[:] = 5
+place, region = regions.find(array)
+memory = Segment.open(place.path)
+del array
+child = os.fork()
+if not child:
+    raylane.empty(1000, np.uint8)[:] = 6
+    regions.close()
+    os._exit(0)
+os.waitpid(child, 0)
+answer = bytes(memory.view[place.offset:place.offset + 3])
+"""
+    assert start_code(code).result() == b"\x05\x05\x05"
 
 
 def test_empty_region_is_found_by_any_part_of_it() -> None:
@@ -203,7 +248,7 @@ def test_empty_place_that_is_no_place_is_refused() -> None:
     assert found is not None
     path = found[0].path
     reader = LeaseReader()
-    for offset, nbytes in [(0, 10), (regions.DATA_OFFSET, 1001), (regions.DATA_OFFSET, 0), (1 << 40, 1), (-1, 1)]:
+    for offset, nbytes in [(0, 10), (regions.DATA_OFFSET, 4097), (regions.DATA_OFFSET, 0), (1 << 40, 1), (-1, 1)]:
         with pytest.raises(OSError, match="smaller than the array"):
             reader.borrow_place(RegionPlace(path, offset, nbytes), private=False)
     assert os.path.exists(path.partition("#")[0])

@@ -105,7 +105,9 @@ class Caller:
 def actors(ray_session: None) -> Iterator[dict[str, Any]]:
     """Start a caller and a holder on this host, and a holder on a pretended other host."""
     started = {
-        name: ray.remote(num_cpus=0)(kind).options(runtime_env={"env_vars": {"RAYLANE_HOST": host}}).remote()
+        name: ray.remote(num_cpus=0)(kind)
+        .options(runtime_env={"env_vars": {"RAYLANE_HOST": host, "RAYLANE_POOL_IDLE_S": "0.5"}})
+        .remote()
         for name, kind, host in (("caller", Caller, ""), ("", Holder, ""), ("b", Holder, "b"))
     }
     yield started

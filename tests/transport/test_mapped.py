@@ -154,22 +154,23 @@ def test_copies_leave_the_memory_free(maker: Any, reader: Any, eventually: Calla
 
 
 def test_reports_tell_what_is_mapped(maker: Any, reader: Any, eventually: Callable[..., None]) -> None:
-    def in_maker() -> tuple[int, int]:
+    def in_maker() -> tuple[int, int, int]:
         reports = [each.holdings for each in ask_everywhere(30, 1) if each.pid == pid]
         assert reports[0] is not None
-        return reports[0].region_bytes, reports[0].region_read_bytes
+        held = reports[0]
+        return held.region_bytes, held.region_read_bytes, held.region_idle_bytes
 
     pid = ray.get(maker.pid.remote())
     ref = maker.keep.remote("tensor")
     ray.get(reader.keep.remote([ref]))
-    region_bytes, read_bytes = in_maker()
+    region_bytes, read_bytes, idle_before = in_maker()
     assert region_bytes >= read_bytes >= 4 * COUNT
     used_bytes, idle_bytes = ray.get(reader.mapped_bytes.remote())
     assert used_bytes >= 4 * COUNT
     assert idle_bytes == 0
     ray.get(reader.drop.remote())
     eventually(lambda: ray.get(reader.mapped_bytes.remote()) == (0, used_bytes))
-    assert in_maker() == (region_bytes, 0)
+    assert in_maker() == (region_bytes, 0, idle_before)
 
 
 def test_a_killed_reader_counts_no_more(maker: Any, reader: Any, eventually: Callable[..., None]) -> None:

@@ -115,7 +115,7 @@ def _process(report: Report, held: wire.Holdings, limit: int, labels: dict[str, 
     if held.region_bytes:
         lines.append(
             f"  memory of raylane.empty: {_size(held.region_bytes)}, of which other processes read "
-            f"{_size(held.region_read_bytes)}"
+            f"{_size(held.region_read_bytes)} and {_size(held.region_idle_bytes)} is idle"
         )
     if held.mapped_bytes or held.mapped_idle_bytes:
         lines.append(
@@ -152,7 +152,7 @@ def _value(value: wire.Held) -> str:
 
 
 def _idle(held: wire.Holdings) -> int:
-    return held.pool_idle_bytes + held.shared_idle_bytes
+    return held.pool_idle_bytes + held.shared_idle_bytes + held.region_idle_bytes
 
 
 def _name(report: Report) -> str:

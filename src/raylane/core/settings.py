@@ -84,7 +84,7 @@ POOL_BYTES: Setting[int | None] = Setting(
     _count,
     None,
     "a number of bytes such as 1073741824",
-    "Idle receive memory that each process keeps.",
+    "Most idle memory that each process keeps: received into, and as much of `raylane.empty`.",
     "1/16 of memory, at most 2 GiB",
 )
 POOL_IDLE_S: Setting[float] = Setting(
@@ -92,8 +92,8 @@ POOL_IDLE_S: Setting[float] = Setting(
     _seconds,
     60.0,
     "a number of seconds > 0 such as 60, or inf",
-    "Seconds after which idle memory (received into, or of shared copies) goes back to the system, and idle "
-    "connections and channels are closed; `inf` for never.",
+    "Seconds after which idle memory (received into, of shared copies or `raylane.empty`) goes back to the system, "
+    "and idle connections and channels are closed; `inf` for never.",
 )
 SHARE_FROM_BYTES: Setting[int | None] = Setting(
     "RAYLANE_SHARE_FROM_BYTES",

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import collections
 import math
+import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Hashable
 from typing import Any, Generic, Protocol, TypeVar
 
+from raylane.core import settings
 from raylane.core.process.finalizing import hand_over
+
+MAX_IDLE_BYTES = 2 << 30
+
+
+def pool_limit_bytes() -> int:
+    """Return the limit of idle memory in a pool: `RAYLANE_POOL_BYTES`, else 1/16 of the host's, at most 2 GiB."""
+    limit = settings.POOL_BYTES.read()
+    if limit is not None:
+        return limit
+    return min(MAX_IDLE_BYTES, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 16)
 
 
 class Memory(Protocol):
@@ -114,7 +126,8 @@ class IdlePool(Generic[_Memory]):
             self._idle_count += 1
             self._idle.setdefault(memory.key, []).append(memory)
             self._idle.move_to_end(memory.key)
-        while self.idle_bytes > self.max_idle_bytes or self._idle_count > self._most_idle:
+        most_bytes = 0 if self._closed.is_set() else self.max_idle_bytes
+        while self.idle_bytes > most_bytes or self._idle_count > self._most_idle:
             self._free_oldest()
 
     def _free_oldest(self) -> int:
@@ -169,7 +182,7 @@ class IdlePool(Generic[_Memory]):
         self._thread = thread
 
     def close(self) -> None:
-        """Free idle memory and end the thread; waits for it. Memory can still be taken and returned."""
+        """Free idle memory and end the thread; waits for it. Memory that is returned later is freed at once."""
         self._closed.set()
         self.drop_idle()
         thread = self._thread

@@ -2,7 +2,7 @@
 
 A region is a memfd segment of its own:
 
-    0      semaphore: one for the arrays of the maker, and one for each message that its reader has not taken yet
+    0      semaphore: one for the maker, and one for each message that its reader has not taken yet
     32     1 if the region was published: then processes may map it that take no message
     64     semaphore of reader 1: number of its values; its row is locked as long as the reader has the region open
     96     1 if reader 1 or one after it may exist
@@ -14,18 +14,23 @@ A region is a memfd segment of its own:
     send (path, offset, nbytes)       --->     open and map the region; lock the first row that is free
                                                post its own, take one, build arrays inside of the region
                                                last array of the message is garbage: take one of its own
-    last array is garbage: take one
+    last array is garbage: idle
+    next array of this size: again
+    idle for too long: take one
 
 The kernel drops the lock of a reader that dies, and a count without a lock counts no more: a dead reader holds nothing.
 The lock is taken once for all messages; one for each would cost 1.7 us of the 18 us of a message. A reader posts its
 own semaphore before it takes the message from the count, and everybody else looks at the count first: so a message is
 seen in one of the two at any time.
 
-Whoever ends the last use returns the pages to the system: other processes may keep the region mapped for the next
-message, and then hold no memory. The count belongs to the region, so that any number of graphs may send it.
+Writing to new pages takes longer than all the rest (100 MB: 100 ms, and 11 in pages that are there). So a region that
+nobody reads is used again for the next array of its size. When the maker has let go of it, whoever ends the last use
+returns the pages to the system: other processes may keep the region mapped, and then hold no memory. The count belongs
+to the region, so that any number of graphs may send it.
 
-Readers of published values (`mappings`) lock the data instead. They may come without a message, so only the
-maker, who knows what is published, returns the pages of a region that was published.
+Readers of published values (`mappings`) lock the data instead. They may come without a message, so only the maker, who
+knows what is published, returns the pages of a region that was published. A reader that comes late, when the region is
+in use again, finds that its value is not published any more.
 
 A region is registered by its address, so that a sender finds out whether a buffer lies in one (`find`).
 """
@@ -34,12 +39,16 @@ from __future__ import annotations
 
 import bisect
 import ctypes
+import functools
 import os
 import threading
 import weakref
 from typing import Any, NamedTuple
 
+from raylane.core import settings
 from raylane.core.memory import file_locks
+from raylane.core.memory.idle_pool import IdlePool, pool_limit_bytes
+from raylane.core.memory.layout import size_class
 from raylane.core.memory.segment import Segment, map_file
 from raylane.core.signals import semaphore
 from raylane.core.signals.semaphore import SEMAPHORE_BYTES
@@ -51,6 +60,8 @@ _USED_AT = 32
 """Offset in the row of a reader; a semaphore takes 32 bytes."""
 _ROWS = range(SEMAPHORE_BYTES, DATA_OFFSET - SEMAPHORE_BYTES, SEMAPHORE_BYTES)
 """Offsets of the rows of readers; the last bytes of the page are the segment's key."""
+_MOST_IDLE = 32
+"""Idle regions that are kept, each with a descriptor."""
 
 
 class RegionPlace(NamedTuple):
@@ -63,30 +74,69 @@ class RegionPlace(NamedTuple):
 
 
 class Region:
-    """Descriptor and count of a region in the process that made it. Readers can open `path` while this exists."""
+    """A region in the process that made it. Readers can open `path` while this exists."""
 
-    __slots__ = ("__weakref__", "_fd", "_header", "_made_by", "_references", "end", "memory", "path", "start")
+    __slots__ = (
+        "__weakref__",
+        "_fd",
+        "_header",
+        "_made_by",
+        "_references",
+        "_segment",
+        "capacity",
+        "end",
+        "idle_since",
+        "key",
+        "path",
+        "start",
+    )
 
-    def __init__(self, segment: Segment, memory: Any) -> None:
-        """Take over the descriptor of a segment. `memory` is what the arrays of the user keep alive."""
+    def __init__(self, capacity: int) -> None:
+        """Make a region for `capacity` bytes of data. OSError if there are no descriptors, or no memory to map it."""
+        segment = Segment.make(DATA_OFFSET + capacity)
         assert segment.fd is not None
+        self.key = self.capacity = capacity
+        self.idle_since = 0.0
         self.path = segment.path
         self.start = segment.address + DATA_OFFSET
         """Address of the data."""
         self.end = segment.address + segment.nbytes
-        self.memory = weakref.ref(memory)
-        """Weak, because this object must not keep the arrays' memory."""
         self._made_by = os.getpid()
-        # A mapping of its own: the count is read after the arrays are garbage.
+        # A mapping of its own: the count is read after the segment is let go.
         self._header = map_file(segment.fd, DATA_OFFSET)
         self._references = ctypes.addressof(self._header)
         semaphore.init(self._references, 1)
         self._fd, segment.fd = segment.fd, None
+        self._segment: Segment | None = segment
+
+    def lend(self, nbytes: int) -> Any:
+        """Return the memory with `nbytes` of data, which the caller gives back when it is garbage."""
+        assert self._segment is not None
+        return (ctypes.c_char * (DATA_OFFSET + nbytes)).from_buffer(self._segment.memory)
+
+    @property
+    def is_own(self) -> bool:
+        """True if this process made the region, and did not get it by a fork."""
+        return self._made_by == os.getpid()
+
+    @property
+    def is_unused(self) -> bool:
+        """True if an idle region can be lent."""
+        return self.is_own and not self.is_read
+
+    def let_go(self) -> None:
+        """Free the pages of an idle region, or leave that to the last of its readers."""
+        segment, self._segment = self._segment, None
+        if self.is_own and segment is not None:  # in a forked child the count is that of the parent
+            semaphore.try_wait(self._references)
+            # Nothing is published any more, so a reader that takes its lock from now on drops what it mapped.
+            if not self.is_read:
+                segment.discard()
 
     @property
     def is_under_way(self) -> bool:
         """True if a receiver of a graph has not taken a message in this region yet; it must still open the path."""
-        return semaphore.value(self._references) > (self.memory() is not None)
+        return semaphore.value(self._references) > (self._segment is not None)
 
     @property
     def is_read(self) -> bool:
@@ -128,34 +178,54 @@ _lock = threading.RLock()  # guards the two below; reentrant, because finalizers
 _starts: list[int] = []
 """Addresses of the data of all regions, ascending."""
 _regions: dict[int, Region] = {}
+"""Regions with arrays."""
+
+
+class _RegionPool(IdlePool[Region]):
+    """All regions of this process; those that are lent have arrays."""
+
+    def free(self, region: Region) -> None:
+        """Let go of an idle region."""
+        region.let_go()
+
+
+@functools.cache
+def _pool() -> _RegionPool:
+    return _RegionPool(pool_limit_bytes(), settings.POOL_IDLE_S.read(), "raylane-regions", _MOST_IDLE)
+
+
+def close() -> None:
+    """Free idle regions, and end the thread that frees them; the next use starts anew."""
+    pool = _pool()
+    _pool.cache_clear()
+    pool.close()
 
 
 def make(nbytes: int) -> Any:
-    """Return the memory of a new region, a ctypes array whose data begin at DATA_OFFSET. It keeps the region alive.
+    """Return the memory of a region: a ctypes array of DATA_OFFSET and `nbytes` bytes, whose data are undefined.
 
-    OSError if there are no descriptors, or no memory for the mapping; pages take memory when they are first written.
+    OSError if there are no descriptors, or no memory for a mapping; pages take memory when they are first written.
     """
-    segment = Segment.make(DATA_OFFSET + nbytes)
-    memory = (ctypes.c_char * segment.nbytes).from_buffer(segment.memory)
-    region = Region(segment, memory)
+    pool, capacity = _pool(), size_class(nbytes)
+    region = pool.lend_idle(capacity, lambda idle: idle.is_unused)
+    if region is None:
+        region = Region(capacity)
+        pool.lend(region)
+    memory = region.lend(nbytes)
     with _lock:
         bisect.insort(_starts, region.start)
         _regions[region.start] = region
-    # The finalizer has the segment, so that the memory is unmapped after it.
-    weakref.finalize(memory, _forget, region.start, segment, os.getpid()).atexit = False
+    # The finalizer has the region, so that the memory stays mapped.
+    weakref.finalize(memory, _forget, region, pool).atexit = False
     return memory
 
 
-def _forget(start: int, segment: Segment, pid: int) -> None:
-    """Remove a region whose last array in this process is garbage."""
+def _forget(region: Region, pool: _RegionPool) -> None:
+    """Make a region idle whose last array in this process is garbage."""
     with _lock:
-        _starts.remove(start)
-        region = _regions.pop(start)
-    if os.getpid() == pid:  # in a forked child the reference is that of the parent
-        semaphore.try_wait(segment.address)
-        # Nothing is published any more, so a reader that takes its lock from now on drops what it mapped.
-        if not region.is_read:
-            segment.discard()
+        _starts.remove(region.start)
+        del _regions[region.start]
+    pool.give_back(region)
 
 
 def _held_count(fd: int, header: memoryview, address: int, own_row: int = 0) -> int:
@@ -252,15 +322,20 @@ def region_at(address: int) -> Region | None:
     with _lock:
         index = bisect.bisect_right(_starts, address) - 1
         region = _regions[_starts[index]] if index >= 0 else None
-    return None if region is None or address >= region.end or region.memory() is None else region
+    return None if region is None or address >= region.end else region
 
 
-def totals() -> tuple[int, int]:
-    """Return the bytes of all regions of this process, and of those that other processes read at present."""
+def totals() -> tuple[int, int, int]:
+    """Return the bytes of all regions of this process, of those that other processes read, and of those without arrays.
+
+    Of regions without arrays it is not known who reads them.
+    """
     with _lock:
         regions = list(_regions.values())  # a copy: a finalizer in this thread may change the dict
-    sizes = [(region.end - region.start, region.is_read) for region in regions]
-    return sum(nbytes for nbytes, _ in sizes), sum(nbytes for nbytes, is_read in sizes if is_read)
+    pool = _pool()
+    pool.reclaim()
+    nbytes = sum(region.capacity for region in regions) + pool.idle_bytes
+    return nbytes, sum(region.capacity for region in regions if region.is_read), pool.idle_bytes
 
 
 class _PyBuffer(ctypes.Structure):

@@ -19,6 +19,7 @@ from raylane import _ray
 from raylane.core import settings
 from raylane.core.deadline import Deadline
 from raylane.core.memory import mappings, regions
+from raylane.core.memory.idle_pool import pool_limit_bytes
 from raylane.core.memory.receive_pool import BufferPool
 from raylane.core.memory.shared_pool import SharedPool
 from raylane.core.process import place, vm
@@ -35,20 +36,11 @@ from raylane.transport.link.membership import groups_of_this_process
 from raylane.transport.observe.recording import TransferRecorder
 from raylane.transport.value.source import Source
 
-MAX_IDLE_POOL_BYTES = 2 << 30
 SHARED_PART = 4
 """Part of the limit of idle receive memory that shared copies without a value may take in a source."""
 ALIVE_WITHIN_S = 3.0
 """Seconds in which a source must answer after a transfer from it has broken off."""
 _T = TypeVar("_T")
-
-
-def pool_limit_bytes() -> int:
-    """Return the limit of idle receive memory: `RAYLANE_POOL_BYTES`, else 1/16 of the host's memory, at most 2 GiB."""
-    limit = settings.POOL_BYTES.read()
-    if limit is not None:
-        return limit
-    return min(MAX_IDLE_POOL_BYTES, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 16)
 
 
 class _OnFirstUse(Generic[_T]):
@@ -330,3 +322,4 @@ def close() -> None:
         current, _current = _current, None
     if current is not None:
         current.close()
+    regions.close()

@@ -28,7 +28,7 @@ def holdings(
     *,
     budget: int | None,
     waiting: int,
-    regions: tuple[int, int] = (0, 0),
+    regions: tuple[int, int, int] = (0, 0, 0),
     mapped: tuple[int, int] = (0, 0),
 ) -> wire.Holdings:
     """Return what this process holds, with its `most` largest and `most` oldest values (MOST_VALUES in all).
@@ -56,6 +56,7 @@ def holdings(
         ],
         region_bytes=regions[0],
         region_read_bytes=regions[1],
+        region_idle_bytes=regions[2],
         mapped_bytes=mapped[0],
         mapped_idle_bytes=mapped[1],
     )

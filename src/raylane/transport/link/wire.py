@@ -201,6 +201,8 @@ class Holdings(msgspec.Struct, tag=43, array_like=True, frozen=True):
     """Size of the memory that `raylane.empty` has made here."""
     region_read_bytes: int = 0
     """Size of the part of it that other processes read at present."""
+    region_idle_bytes: int = 0
+    """Size of the part of it that is kept for new arrays."""
     mapped_bytes: int = 0
     """Size of the memory of other processes that this one has mapped and uses."""
     mapped_idle_bytes: int = 0

@@ -23,9 +23,9 @@ def empty(shape: int | Sequence[int], dtype: Any) -> Any:
     stays in their process (copy on write); arrays that arrive by a graph are read-only, and each of several receivers
     of one host gets a copy of a tensor. `raylane.Buffers` is a ring of such arrays that gives out only free ones.
 
-    The memory is freed when the last array over it is garbage, in all processes; only the descriptor may stay until the
-    graph sends again or ends. Each array takes a file descriptor, and writing the pages of new memory for the first
-    time costs about 0.8 ms per MB: create it once and use it again.
+    When the last array over it is garbage and no other process reads it, the memory is used again for the next array of
+    about its size; unused memory is freed after `RAYLANE_POOL_IDLE_S` (60 s), and at once beyond `RAYLANE_POOL_BYTES`.
+    Writing to new memory takes about 1 ms per MB, to used memory 0.08. Each array takes a file descriptor.
 
     ValueError if a length is negative, or if the dtype holds Python objects; OSError if there is no descriptor left.
     """
