@@ -128,7 +128,7 @@ def table(head: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def goal_table(goals: Iterable[Sequence[Goal]]) -> str:
-    """Return the number of goals that were reached in all runs, and the others as a table with their values."""
+    """Return the number of goals that were reached in all runs, and the others as a table with values and floors."""
     rows, goals = [], list(goals)
     for same in goals:
         first, count = same[0], sum(goal.reached for goal in same)
@@ -139,10 +139,13 @@ def goal_table(goals: Iterable[Sequence[Goal]]) -> str:
         if len(same) > 1:
             shown += f" ({value.least:.2f} to {value.most:.2f})"
         bound = "at least" if first.at_least else "at most"
-        runs = "" if not count else f" in {len(same) - count} of {len(same)} runs"
-        goal = f"{bound} {first.limit:g} {first.unit}"
-        rows.append([first.case, first.text, f"{shown} {first.unit}", goal, f"missed{runs}"])
+        runs = "all" if not count else f"{len(same) - count}/{len(same)}"
+        limit = f"{bound} {first.limit:g} {first.unit}"
+        floor = f"{first.floor} {time(statistics.median(goal.floor_us for goal in same))}" if first.floor else ""
+        rows.append([first.case, first.text, f"{shown} {first.unit}", limit, runs, floor])
     reached = f"Of {len(goals)} targets {len(goals) - len(rows)} were reached"
     if not rows:
         return f"{reached}."
-    return f"{reached}; the others:\n\n" + table(["case", "figure", "measured", "goal", ""], rows)
+    head = ["case", "figure", "measured", "goal", "runs missed", "floor"]
+    shown_columns = len(head) if any(floor for *_, floor in rows) else len(head) - 1
+    return f"{reached}; the others:\n\n" + table(head[:shown_columns], [row[:shown_columns] for row in rows])

@@ -64,8 +64,19 @@ def test_figures_are_medians_over_the_runs_of_the_newest_day(tmp_path: Path) -> 
     missing = goals.faster("other", "faster", "ray:compiled", "raylane", 6)
     table = runs.goal_table(measured.goals(lambda records: goals.reached([ratio, missing], records)))
     assert table.startswith("Of 1 targets 0 were reached; the others:\n\n| case |")
-    assert table.splitlines()[4:] == [
-        "| echo | faster | 5.00 (5.00 to 12.00) x | at least 6 x | missed in 2 of 3 runs |"
+    assert table.splitlines()[4:] == ["| echo | faster | 5.00 (5.00 to 12.00) x | at least 6 x | 2/3 |"]
+
+
+def test_missed_goals_have_their_floor_beside_them(tmp_path: Path) -> None:
+    written(tmp_path, "graph-2026-11-26-1.json", raylane=10, ray_compiled=20, ring=4)
+    written(tmp_path, "graph-2026-11-26-2.json", raylane=10, ray_compiled=20, ring=6)
+    ratios = [goals.at_most("echo", "of Ray's", "raylane", "ray:compiled", 0.1)]
+    measured = runs.Runs("graph", tmp_path)
+    table = runs.goal_table(measured.goals(lambda records: goals.reached(ratios, records, {"ring": "bare ring"})))
+    assert table.splitlines()[2:] == [
+        "| case | figure | measured | goal | runs missed | floor |",
+        "| --- | --- | --- | --- | --- | --- |",
+        "| echo | of Ray's | 0.50 (0.50 to 0.50) x | at most 0.1 x | all | bare ring 5 us |",
     ]
 
 
