@@ -9,13 +9,14 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from benchmarks import goals
 from benchmarks.goals import CPU
 from benchmarks.graph import cases as graph_cases
 from benchmarks.graph.cases import BLOCKING, CALLS, COMPILED, RAYLANE, WAKE_UPS
 from benchmarks.rl import cases as rl_cases
-from benchmarks.runs import ROOT, Runs, factor, goal_table, table, time
+from benchmarks.runs import RESULTS, ROOT, Runs, factor, goal_table, table, time
 from benchmarks.sft import cases as sft_cases
 from benchmarks.transfer import cases as transfer_cases
 from benchmarks.transfer.cases import BASELINE, OURS, RDT
@@ -193,9 +194,16 @@ def graphs() -> str:
     return table([*head, "CPU per call, raylane / compiled graph"], rows)
 
 
-def graph_busy() -> str:
-    """Return the table of calls beside processes that compute."""
-    runs = Runs("graph")
+def graph_busy(folder: Path = RESULTS) -> str:
+    """Return the table of calls beside processes that compute, and that of actors with Ray's niceness if it was run."""
+    parts = [_busy_table(Runs("graph", folder))]
+    if any(folder.glob("graph-niceness-*.json")):
+        runs = Runs("graph-niceness", folder)
+        parts += [f"With actors of niceness {runs.machine['niceness']} ({runs.number()}):", _busy_table(runs)]
+    return "\n\n".join(parts)
+
+
+def _busy_table(runs: Runs) -> str:
     rows = [
         [case, *(runs.times(case, name) for name in (RAYLANE, BLOCKING, COMPILED, CALLS))]
         for case in runs.cases(".*-busy.")

@@ -39,6 +39,7 @@ class Runs:
         paths = {path: match[1] for path in folder.iterdir() if (match := dated.fullmatch(path.name))}
         self.date = max(paths.values())
         self._reports = [json.loads(path.read_text()) for path in sorted(paths) if paths[path] == self.date]
+        self.machine: dict[str, Any] = self._reports[0]["machine"]
         self.records: list[Records] = [
             {(record["case"], record["contender"]): record for record in report["records"]} for report in self._reports
         ]
@@ -86,7 +87,7 @@ class Runs:
 
     def origin(self) -> str:
         """Return when, how often and on what was measured."""
-        machine, versions = self._reports[0]["machine"], self._reports[0]["versions"]
+        machine, versions = self.machine, self._reports[0]["versions"]
         return (
             f"{self.number()}, {machine['cores']} cores ({machine['cpu']}), "
             f"Linux {machine['kernel'].partition('-')[0]}, CPython {versions['python']}, Ray {versions['ray']}, torch "
