@@ -11,6 +11,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from raylane.core.process.environment import WORKER_NICENESS
+
 
 def machine() -> dict[str, Any]:
     """Return the hardware, kernel and load of this machine; nothing that identifies its owner."""
@@ -27,7 +29,13 @@ def machine() -> dict[str, Any]:
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "kernel": platform.release(),
         "load_at_end": os.getloadavg(),
+        "niceness": worker_niceness(),
     }
+
+
+def worker_niceness() -> int | None:
+    """Return the niceness of actors in `local_ray`; None in a running cluster, which was started with its own."""
+    return None if os.environ.get("RAY_ADDRESS") else int(os.environ.get(WORKER_NICENESS, 0))
 
 
 def versions() -> dict[str, str | None]:

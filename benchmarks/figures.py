@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from benchmarks import goals
 from benchmarks.goals import CPU
 from benchmarks.graph import cases as graph_cases
 from benchmarks.graph.cases import BLOCKING, CALLS, COMPILED, RAYLANE, WAKE_UPS
 from benchmarks.rl import cases as rl_cases
-from benchmarks.runs import ROOT, Runs, factor, goal_table, table, time
+from benchmarks.runs import RESULTS, ROOT, Runs, factor, goal_table, table, time
 from benchmarks.sft import cases as sft_cases
 from benchmarks.transfer import cases as transfer_cases
 from benchmarks.transfer.cases import BASELINE, OURS, RDT
@@ -54,6 +55,7 @@ PATTERNS = {
     "echo-10ms": "1 actor, 10 ms between calls",
     "async": "1 actor, asyncio",
     "chain-4": "chain of 4 actors",
+    "chain-4-1ms": "the same, 1 ms between calls",
     "scatter-4": "scatter to 4 actors and gather",
     "scatter-8": "scatter to 8 actors and gather",
     "broadcast-8": "the same dict to 8 actors and back",
@@ -183,6 +185,8 @@ def graphs() -> str:
     runs = Runs("graph")
     rows = []
     for case, pattern in PATTERNS.items():
+        if not runs.has(case, RAYLANE):
+            continue
         times = [runs.times(case, name) for name in (RAYLANE, COMPILED, CALLS, WAKE_UPS)]
         cpu = " / ".join(time(runs.get(case, name, CPU)) for name in (RAYLANE, COMPILED))
         rows.append([pattern, *times, factor(runs.ratio(case, COMPILED, RAYLANE)), cpu])
@@ -190,9 +194,16 @@ def graphs() -> str:
     return table([*head, "CPU per call, raylane / compiled graph"], rows)
 
 
-def graph_busy() -> str:
-    """Return the table of calls beside processes that compute."""
-    runs = Runs("graph")
+def graph_busy(folder: Path = RESULTS) -> str:
+    """Return the table of calls beside processes that compute, and that of actors with Ray's niceness if it was run."""
+    parts = [_busy_table(Runs("graph", folder))]
+    if any(folder.glob("graph-niceness-*.json")):
+        runs = Runs("graph-niceness", folder)
+        parts += [f"With actors of niceness {runs.machine['niceness']} ({runs.number()}):", _busy_table(runs)]
+    return "\n\n".join(parts)
+
+
+def _busy_table(runs: Runs) -> str:
     rows = [
         [case, *(runs.times(case, name) for name in (RAYLANE, BLOCKING, COMPILED, CALLS))]
         for case in runs.cases(".*-busy.")
@@ -251,8 +262,8 @@ def rl() -> str:
     return table(["case", "contender", "samples/s", "p50 / p99", "CPU"], rows)
 
 
-def _goals(benchmark: str, ratios: list[goals.Ratio]) -> str:
-    return goal_table(Runs(benchmark).goals(lambda records: goals.reached(ratios, records)))
+def _goals(benchmark: str, ratios: list[goals.Ratio], floors: Mapping[str, str] | None = None) -> str:
+    return goal_table(Runs(benchmark).goals(lambda records: goals.reached(ratios, records, floors)))
 
 
 PARTS: dict[str, Callable[[], str]] = {
@@ -263,11 +274,11 @@ PARTS: dict[str, Callable[[], str]] = {
     "from_ray_transport": from_ray_transport,
     "machine": machine,
     "transfers": transfers,
-    "transfer_goals": lambda: _goals("transfer", transfer_cases.GOALS),
+    "transfer_goals": lambda: _goals("transfer", transfer_cases.GOALS, transfer_cases.FLOORS),
     "graphs": graphs,
     "graph_busy": graph_busy,
     "collectives": collectives,
-    "graph_goals": lambda: _goals("graph", graph_cases.GOALS),
+    "graph_goals": lambda: _goals("graph", graph_cases.GOALS, graph_cases.FLOORS),
     "steps": steps,
     "sft_goals": lambda: _goals("sft", sft_cases.GOALS),
     "weights": weights,

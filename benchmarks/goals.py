@@ -19,6 +19,10 @@ class Goal(NamedTuple):
     unit: str
     at_least: bool = False
     """True if the limit is the least value, False if it is the largest."""
+    floor: str = ""
+    """Contender that shows what the machine can do, as text; empty for none."""
+    floor_us: float = 0.0
+    """The same figure of that contender, in microseconds."""
 
     @property
     def reached(self) -> bool:
@@ -28,7 +32,8 @@ class Goal(NamedTuple):
     def __str__(self) -> str:
         bound = "at least" if self.at_least else "at most"
         verdict = "reached" if self.reached else "missed"
-        return f"{self.case:22}{self.text:52}{self.value:9.2f} {self.unit:3}{bound:>9} {self.limit:g}  {verdict}"
+        floor = f"  ({self.floor}: {self.floor_us:,.1f} us)" if self.floor else ""
+        return f"{self.case:22}{self.text:52}{self.value:9.2f} {self.unit:3}{bound:>9} {self.limit:g}  {verdict}{floor}"
 
 
 class Ratio(NamedTuple):
@@ -47,15 +52,19 @@ class Ratio(NamedTuple):
     under_case: str = ""
     """Case of the record that divides, if it is another one."""
 
-    def goal(self, rows: Mapping[tuple[str, str], Mapping[str, Any]]) -> Goal | None:
-        """Return the goal with its value, None without the records."""
+    def goal(self, rows: Mapping[tuple[str, str], Mapping[str, Any]], floors: Mapping[str, str]) -> Goal | None:
+        """Return the goal with its value and the first of the floors (texts by contender); None without the records."""
         least = [figure(rows[self.case, name], self.figures[0]) for name in self.over if (self.case, name) in rows]
         divisor = rows.get((self.under_case or self.case, self.under))
         if not least or (self.under and divisor is None):
             return None
         # Without a contender that divides, the figure is a time: from microseconds to milliseconds.
         by = 1000.0 if divisor is None else figure(divisor, self.figures[1])
-        return Goal(self.case, self.text, min(least) / by, self.limit, "x" if self.under else "ms", self.at_least)
+        goal = Goal(self.case, self.text, min(least) / by, self.limit, "x" if self.under else "ms", self.at_least)
+        floor = next((name for name in floors if (self.case, name) in rows), None)
+        if floor is None or not self.figures[0].endswith("_us"):
+            return goal
+        return goal._replace(floor=floors[floor], floor_us=figure(rows[self.case, floor], self.figures[0]))
 
 
 def faster(case: str, text: str, other: str | tuple[str, ...], ours: str, factor: float, figure: str = P50) -> Ratio:
@@ -74,10 +83,12 @@ def figure(row: Mapping[str, Any], name: str) -> float:
     return float(row["cpu_s"] / row["n"] * 1e6 if name == CPU else row[name])
 
 
-def reached(ratios: Iterable[Ratio], records: Sequence[Mapping[str, Any]]) -> list[Goal]:
-    """Return the goals for which there are records."""
+def reached(
+    ratios: Iterable[Ratio], records: Sequence[Mapping[str, Any]], floors: Mapping[str, str] | None = None
+) -> list[Goal]:
+    """Return the goals for which there are records. `floors` are texts by contender, the most telling first."""
     rows = {(row["case"], row["contender"]): row for row in records}
-    return [goal for ratio in ratios if (goal := ratio.goal(rows)) is not None]
+    return [goal for ratio in ratios if (goal := ratio.goal(rows, floors or {})) is not None]
 
 
 def lines(goals: Sequence[Goal]) -> list[str]:

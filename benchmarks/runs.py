@@ -39,6 +39,7 @@ class Runs:
         paths = {path: match[1] for path in folder.iterdir() if (match := dated.fullmatch(path.name))}
         self.date = max(paths.values())
         self._reports = [json.loads(path.read_text()) for path in sorted(paths) if paths[path] == self.date]
+        self.machine: dict[str, Any] = self._reports[0]["machine"]
         self.records: list[Records] = [
             {(record["case"], record["contender"]): record for record in report["records"]} for report in self._reports
         ]
@@ -86,7 +87,7 @@ class Runs:
 
     def origin(self) -> str:
         """Return when, how often and on what was measured."""
-        machine, versions = self._reports[0]["machine"], self._reports[0]["versions"]
+        machine, versions = self.machine, self._reports[0]["versions"]
         return (
             f"{self.number()}, {machine['cores']} cores ({machine['cpu']}), "
             f"Linux {machine['kernel'].partition('-')[0]}, CPython {versions['python']}, Ray {versions['ray']}, torch "
@@ -128,7 +129,7 @@ def table(head: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def goal_table(goals: Iterable[Sequence[Goal]]) -> str:
-    """Return the number of goals that were reached in all runs, and the others as a table with their values."""
+    """Return the number of goals that were reached in all runs, and the others as a table with values and floors."""
     rows, goals = [], list(goals)
     for same in goals:
         first, count = same[0], sum(goal.reached for goal in same)
@@ -139,10 +140,13 @@ def goal_table(goals: Iterable[Sequence[Goal]]) -> str:
         if len(same) > 1:
             shown += f" ({value.least:.2f} to {value.most:.2f})"
         bound = "at least" if first.at_least else "at most"
-        runs = "" if not count else f" in {len(same) - count} of {len(same)} runs"
-        goal = f"{bound} {first.limit:g} {first.unit}"
-        rows.append([first.case, first.text, f"{shown} {first.unit}", goal, f"missed{runs}"])
+        runs = "all" if not count else f"{len(same) - count}/{len(same)}"
+        limit = f"{bound} {first.limit:g} {first.unit}"
+        floor = f"{first.floor} {time(statistics.median(goal.floor_us for goal in same))}" if first.floor else ""
+        rows.append([first.case, first.text, f"{shown} {first.unit}", limit, runs, floor])
     reached = f"Of {len(goals)} targets {len(goals) - len(rows)} were reached"
     if not rows:
         return f"{reached}."
-    return f"{reached}; the others:\n\n" + table(["case", "figure", "measured", "goal", ""], rows)
+    head = ["case", "figure", "measured", "goal", "runs missed", "floor"]
+    shown_columns = len(head) if any(floor for *_, floor in rows) else len(head) - 1
+    return f"{reached}; the others:\n\n" + table(head[:shown_columns], [row[:shown_columns] for row in rows])

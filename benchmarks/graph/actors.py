@@ -7,9 +7,8 @@ import statistics
 import time
 from typing import Any
 
+from benchmarks.graph.wake_ups import WakeUps
 from raylane.core.memory.segment import Segment
-from raylane.core.signals import semaphore
-from raylane.core.signals.semaphore import SEMAPHORE_BYTES
 
 
 class Peer:
@@ -42,15 +41,14 @@ class Peer:
 
 
 class Waker(Peer):
-    """Actor that does nothing but wake the process that woke it."""
+    """Actor that does nothing but wake one process when another wakes it."""
 
-    def serve(self, path: str, number: int) -> None:
-        """Post semaphore 0 of a segment for each post of semaphore `number`. Never returns."""
+    def serve(self, path: str, own: int, following: int, library: str) -> None:
+        """Post semaphore `following` of a segment for each post of semaphore `own`. Never returns."""
         segment = Segment.open(path)
-        own, theirs = segment.address + number * SEMAPHORE_BYTES, segment.address
+        wake_ups = WakeUps(library, segment.address)
         while True:
-            if semaphore.block(own):
-                semaphore.post(theirs)
+            wake_ups.pass_on(own, following)
 
 
 class Stepper(Peer):

@@ -6,7 +6,9 @@ All make the same calls, each with actors of its own. Called by `graph`; the stu
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +21,7 @@ from ray import dag
 import raylane
 from benchmarks.graph import collectives as graph_collectives
 from benchmarks.graph import values as graph_values
+from benchmarks.graph import wake_ups
 from benchmarks.graph import workloads as graph_workloads
 from benchmarks.graph.actors import Peer, Stepper, Waker
 from benchmarks.graph.cases import (
@@ -26,6 +29,7 @@ from benchmarks.graph.cases import (
     BLOCKING,
     CALLS,
     COMPILED,
+    COPIES,
     IN_METHOD,
     LOOP,
     RAYLANE,
@@ -292,29 +296,50 @@ class Loop(Contender):
 
 
 class WakeUps(Contender):
-    """Bare semaphores: each actor is woken and wakes the driver, which sleeps until all have. No value travels."""
+    """Bare semaphores, in C: the driver sleeps until the actors have woken each other in the pattern of the case."""
 
     actor = Waker
+    folder: tempfile.TemporaryDirectory[str] | None = None
+    """Folder of the compiled functions, from `open` on."""
 
     def open(self) -> None:
         self.segment = Segment.make(PAGE_BYTES)
-        self.places = [self.segment.address + i * SEMAPHORE_BYTES for i in range(1 + len(self.actors))]
-        for place in self.places:
-            semaphore.init(place)
+        count, chain = len(self.actors), self.case.shape == "chain"
+        for number in range(1 + count):
+            semaphore.init(self.segment.address + number * SEMAPHORE_BYTES)
+        self.folder = tempfile.TemporaryDirectory(prefix="raylane-wake-ups-")
+        library = wake_ups.build(self.folder.name)
+        self.wake_ups = wake_ups.WakeUps(library, self.segment.address)
+        self.wake_ups.prepare([1] if chain else range(1, 1 + count), TIMEOUT_S)
         for number, actor in enumerate(self.actors, 1):
-            actor.serve.remote(self.segment.path, number)
+            actor.serve.remote(self.segment.path, number, wake_ups.next_of(number, count, chain=chain), library)
 
-    def submit(self) -> Any:
-        for place in self.places[1:]:
-            semaphore.post(place)
+    def call(self) -> Any:
+        if not self.wake_ups.call():
+            raise RuntimeError(f"an actor of {self.name} has not answered within {TIMEOUT_S} s. This is a bug")
         return self.answer
 
-    def finish(self, token: Any) -> Any:
-        for _ in self.actors:
-            # Each try waits for a second.
-            if not any(semaphore.block(self.places[0]) for _ in range(int(TIMEOUT_S))):
-                raise RuntimeError(f"an actor of {self.name} has not answered within {TIMEOUT_S} s. This is a bug")
-        return token
+    def close(self) -> None:
+        super().close()
+        if self.folder is not None:
+            self.folder.cleanup()
+
+
+class Copies(Contender):
+    """Bare copies of the array in the driver: one there and, if the method returns the array, one back."""
+
+    copied: Any = None
+    """Memory for the copy, from `take_value` on: the value of the first call may be no array."""
+
+    def take_value(self, case: Case) -> None:
+        self.value = graph_values.make(case.value) if case.value else self.value
+        self.copied = copy.deepcopy(self.value)
+
+    def call(self) -> Any:
+        if self.copied is not None:
+            for _ in range(2 if self.case.method == "echo" else 1):
+                np.copyto(np.asarray(self.copied), np.asarray(self.value))
+        return self.answer
 
 
 KINDS: dict[str, type[Contender]] = {
@@ -326,6 +351,7 @@ KINDS: dict[str, type[Contender]] = {
     BESIDE: RaylaneBeside,
     IN_METHOD: RaylaneInMethod,
     WAKE_UPS: WakeUps,
+    COPIES: Copies,
 }
 
 

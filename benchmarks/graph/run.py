@@ -46,7 +46,7 @@ def table(records: Sequence[dict[str, Any]], more: Mapping[str, tuple[str, str]]
     """
     columns = {"x compiled": (COMPILED, "p50"), "x its CPU": (COMPILED, "cpu"), "x calls": (CALLS, "p50")}
     table = measure.table(records, columns | dict(more or {}))
-    return "\n".join([table, *goals.lines(goals.reached(graph_cases.GOALS, records))])
+    return "\n".join([table, *goals.lines(goals.reached(graph_cases.GOALS, records, graph_cases.FLOORS))])
 
 
 def _run_cases(group: Sequence[Case], *, quick: bool) -> list[dict[str, Any]]:

@@ -32,13 +32,14 @@ from typing import Any
 
 import ray
 
-from benchmarks import environment
+from benchmarks import environment, goals
 from benchmarks.graph import run as graph
 from benchmarks.graph.actors import Peer
-from benchmarks.graph.cases import Case, cases
+from benchmarks.graph.cases import RAYLANE, Case, cases
 from benchmarks.graph.contenders import KINDS, TIMEOUT_S, Contender
 
 VLLM = "vllm"
+GOAL = goals.faster("broadcast-8", "faster than vLLM's queue", VLLM, RAYLANE, 1.5)
 CASES = "echo,echo-1ms,echo-10ms,scatter-4,broadcast-8"
 """Without idle-8: readers of the queue spin for a second after a call, and a block there has 2.5 seconds."""
 WHEEL_VARIABLE = "RAYLANE_VLLM_WHEEL"
@@ -233,6 +234,7 @@ def main() -> None:
     KINDS[VLLM] = Vllm
     records = graph.run(with_queue(cases(args.only)), quick=args.quick)
     print(graph.table(records, {"x vllm": (VLLM, "p50")}))
+    print("\n".join(map(str, goals.reached([GOAL], records))))
     if args.json is not None:
         environment.write_report(args.json, records, quick=args.quick)
 

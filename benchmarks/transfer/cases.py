@@ -27,20 +27,31 @@ PASS = (OURS, "raylane:tcp", "raylane:gloo", "raylane:nixl", BASELINE, *RDT)
 OWN_MEMORY, OWN_COPY = "own-memory", "own-copy"
 """The same two calls without a transfer: the consumer sums a tensor of its own, or copies that first."""
 COPIED = (*PASS, OWN_COPY)
+TWO_CALLS = (*PASS, OWN_MEMORY)
 MAPPED = (OURS, BASELINE, *RDT, OWN_MEMORY)
 GET = (OURS, BASELINE, "ray:rdt-nixl", "memcpy")
 CUDA = (OURS, "raylane:host", "raylane:nixl", BASELINE, "ray:rdt-cuda_ipc", "ray:rdt-nixl")
 """Between processes on one GPU; NCCL refuses these."""
 
+FLOORS = {
+    OWN_COPY: "calls and copy",
+    OWN_MEMORY: "two calls",
+    "memcpy": "a copy",
+    "nixl:raw": "bare NIXL",
+    "socket:raw": "bare socket",
+    "ray:plain": "plain .remote()",
+}
+"""Contenders that show what the machine can do, with their texts; the first in a case stands beside its goals."""
 _STORE, _RDT = "faster than the object store", "faster than the better RDT"
 _SMALL = ("4B", "4B-new", "4KB", "4KB-new")
+_WITH_FLOOR = dict.fromkeys(_SMALL, TWO_CALLS) | dict.fromkeys(("1MB", "100MB"), COPIED)
 GOALS = [
     *(at_most(case, "of the object store", OURS, BASELINE, 1.05) for case in _SMALL),
     *(faster(case, "faster than RDT gloo", "ray:rdt-gloo", OURS, 3) for case in _SMALL),
     at_most("1MB", "of two calls and a copy", OURS, OWN_COPY, 1.3),
     faster("1MB", _STORE, BASELINE, OURS, 3),
     faster("1MB", _RDT, RDT, OURS, 2),
-    faster("100MB", _STORE, BASELINE, OURS, 20),
+    *(faster("100MB", _STORE, BASELINE, OURS, factor) for factor in (11, 20)),
     faster("100MB", _RDT, RDT, OURS, 5),
     faster("100MB-new", _STORE, BASELINE, OURS, 5),
     faster("100MB-new", _RDT, RDT, OURS, 2),
@@ -105,9 +116,10 @@ class Case:
 def _known(*, large: bool) -> dict[str, Case]:
     cases_by_name = {}
     for name, nbytes in (SIZES | ({"1GB": GIGABYTE} if large else {})).items():
-        cases_by_name[name] = Case(name, "pass", nbytes, COPIED if name == "1MB" else PASS)
+        cases_by_name[name] = Case(name, "pass", nbytes, _WITH_FLOOR.get(name, PASS))
         if name not in _LARGEST_IN_REPLY:
-            cases_by_name[f"{name}-new"] = Case(f"{name}-new", "pass", nbytes, PASS, fresh=True)
+            new = f"{name}-new"
+            cases_by_name[new] = Case(new, "pass", nbytes, _WITH_FLOOR.get(new, PASS), fresh=True)
         if nbytes >= SIZES["100MB"]:
             cases_by_name[f"{name}-mapped"] = Case(f"{name}-mapped", "pass", nbytes, MAPPED, mapped=True)
     more = [

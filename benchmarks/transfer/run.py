@@ -65,7 +65,7 @@ def _run_case(case: Case, contenders: Sequence[Contender], *, quick: bool) -> li
 def table(records: list[dict[str, Any]]) -> str:
     """Return the records as text; column `x faster` is the baseline's p50 divided by the record's. Then the goals."""
     table = measure.table(records, {"x faster": (BASELINE, "p50")})
-    return "\n".join([table, *goals.lines(goals.reached(transfer_cases.GOALS, records))])
+    return "\n".join([table, *goals.lines(goals.reached(transfer_cases.GOALS, records, transfer_cases.FLOORS))])
 
 
 def draw(records: Sequence[dict[str, Any]], out: Path) -> None:

@@ -135,13 +135,18 @@ def goals(records: Sequence[Mapping[str, Any]]) -> list[Goal]:
     return reached
 
 
+def _of_memcpy(case: str, text: str, row: Mapping[str, Any], others: Mapping[str, float]) -> Goal:
+    floor_us = others[MEMCPY]
+    return Goal(case, text, row["p50_us"] / floor_us, 1.5, "x", floor="memcpy", floor_us=floor_us)
+
+
 def _blocked(case: str, row: Mapping[str, Any], others: Mapping[str, float]) -> list[Goal]:
-    return [Goal(case, "trainer blocked, of a memcpy of the rank's bytes", row["p50_us"] / others[MEMCPY], 1.5, "x")]
+    return [_of_memcpy(case, "trainer blocked, of a memcpy of the rank's bytes", row, others)]
 
 
 def _copied(case: str, row: Mapping[str, Any], others: Mapping[str, float]) -> list[Goal]:
     return [
-        Goal(case, "update, of a memcpy of the reader's bytes", row["p50_us"] / others[MEMCPY], 1.5, "x"),
+        _of_memcpy(case, "update, of a memcpy of the reader's bytes", row, others),
         Goal(case, "planning, of later updates", row["planning_share"] * 100, 1, "%"),
     ]
 

@@ -30,10 +30,10 @@ def test_times_have_three_digits_and_a_unit(microseconds: float, text: str) -> N
     assert runs.time(microseconds) == text
 
 
-def written(folder: Path, name: str, **medians_us: float) -> None:
+def written(folder: Path, name: str, case: str = "echo", niceness: int = 0, **medians_us: float) -> None:
     records = [
         {
-            "case": "echo",
+            "case": case,
             "contender": contender.replace("_", ":"),
             "n": 10,
             "cpu_s": 1e-3,
@@ -42,7 +42,7 @@ def written(folder: Path, name: str, **medians_us: float) -> None:
         }
         for contender, us in medians_us.items()
     ]
-    machine = {"cores": 2, "cpu": "Some CPU", "kernel": "6.18.4-x"}
+    machine = {"cores": 2, "cpu": "Some CPU", "kernel": "6.18.4-x", "niceness": niceness}
     versions = {"python": "3.11.7", "ray": "2.60.0", "torch": "2.13.0+cpu"}
     (folder / name).write_text(json.dumps({"machine": machine, "versions": versions, "records": records}))
 
@@ -64,9 +64,30 @@ def test_figures_are_medians_over_the_runs_of_the_newest_day(tmp_path: Path) -> 
     missing = goals.faster("other", "faster", "ray:compiled", "raylane", 6)
     table = runs.goal_table(measured.goals(lambda records: goals.reached([ratio, missing], records)))
     assert table.startswith("Of 1 targets 0 were reached; the others:\n\n| case |")
-    assert table.splitlines()[4:] == [
-        "| echo | faster | 5.00 (5.00 to 12.00) x | at least 6 x | missed in 2 of 3 runs |"
+    assert table.splitlines()[4:] == ["| echo | faster | 5.00 (5.00 to 12.00) x | at least 6 x | 2/3 |"]
+
+
+def test_missed_goals_have_their_floor_beside_them(tmp_path: Path) -> None:
+    written(tmp_path, "graph-2026-11-26-1.json", raylane=10, ray_compiled=20, ring=4)
+    written(tmp_path, "graph-2026-11-26-2.json", raylane=10, ray_compiled=20, ring=6)
+    ratios = [goals.at_most("echo", "of Ray's", "raylane", "ray:compiled", 0.1)]
+    measured = runs.Runs("graph", tmp_path)
+    table = runs.goal_table(measured.goals(lambda records: goals.reached(ratios, records, {"ring": "bare ring"})))
+    assert table.splitlines()[2:] == [
+        "| case | figure | measured | goal | runs missed | floor |",
+        "| --- | --- | --- | --- | --- | --- |",
+        "| echo | of Ray's | 0.50 (0.50 to 0.50) x | at most 0.1 x | all | bare ring 5 us |",
     ]
+
+
+def test_busy_table_has_a_second_part_for_niced_actors(tmp_path: Path) -> None:
+    written(tmp_path, "graph-2026-11-26.json", "echo-busy1", raylane=10)
+    row = "| echo-busy1 | 10 us / 20 us | | | |"
+    assert figures.graph_busy(tmp_path).splitlines()[2:] == [row]
+    written(tmp_path, "graph-niceness-2026-11-27.json", "echo-busy1", niceness=15, raylane=10)
+    lines = figures.graph_busy(tmp_path).splitlines()
+    assert lines[2:5] == [row, "", "With actors of niceness 15 (2026-11-27, one run):"]
+    assert lines[-1] == row
 
 
 def test_one_run_has_no_range(tmp_path: Path) -> None:

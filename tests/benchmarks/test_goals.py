@@ -38,6 +38,26 @@ def test_goals_compare_two_records() -> None:
     assert str(Goal("echo", "of", 2, 1, "x")).endswith("at most 1  missed")
 
 
+def test_goals_carry_the_first_floor_that_took_part() -> None:
+    floors = {"absent": "bare NIXL", "ring": "bare ring", "loop": "loop"}
+    records = [record("ours", 10), record("ring", 4), record("loop", 1), record("ours", 10, "fan")]
+    ratios = [
+        at_most("echo", "of the ring", "ours", "ring", 2),
+        at_most("echo", "CPU", "ours", "ring", 2, CPU),
+        Ratio("fan", "time", ("ours",), "", 1),
+        Ratio("echo", "calls", ("ours",), "ring", 1, figures=("n", "n")),
+    ]
+    found = reached(ratios, records, floors)
+    assert [(goal.floor, round(goal.floor_us, 3)) for goal in found] == [
+        ("bare ring", 4),
+        ("bare ring", 2),
+        ("", 0),  # no floor took part
+        ("", 0),  # not a time
+    ]
+    assert str(found[0]).endswith("at most 2  missed  (bare ring: 4.0 us)")
+    assert reached(ratios, records)[0].floor == ""
+
+
 @pytest.mark.parametrize("cases", [graph_cases, transfer_cases, sft_cases])
 def test_goals_name_cases_and_contenders_that_exist(cases: Any) -> None:
     known = transfer_cases.cases(large=True, only=None) if cases is transfer_cases else cases.cases(None)
@@ -45,3 +65,5 @@ def test_goals_name_cases_and_contenders_that_exist(cases: Any) -> None:
     for ratio in cases.GOALS:
         assert set(ratio.over) <= set(by_name[ratio.case].contenders), ratio
         assert ratio.under in ("", *by_name[ratio.under_case or ratio.case].contenders), ratio
+    for floor in getattr(cases, "FLOORS", ()):
+        assert any(floor in case.contenders for case in known), floor

@@ -12,18 +12,24 @@ from benchmarks.__main__ import main
 from benchmarks.graph import cases as graph_cases
 from benchmarks.graph import run as graph
 from benchmarks.graph import values as graph_values
+from benchmarks.graph import wake_ups
 from benchmarks.graph import workloads as graph_workloads
 from benchmarks.graph.actors import Peer, Stepper
 from benchmarks.graph.cases import CASES, Case, blocks_of, cases, contender_names, group_by_graph, step_times_us
 from benchmarks.measure import Tally
 from tests.benchmarks.quick import quick_run
 
+from raylane.core.memory.segment import Segment
+from raylane.core.native import PAGE_BYTES
+from raylane.core.signals import semaphore
+
 FIELDS = {"case", "contender", "n", "p50_us", "p90_us", "p99_us", "min_us", "first_us", "cpu_s"}
 
 
 def test_cases_and_who_takes_part() -> None:
     assert list(CASES) == [
-        *("echo", "echo-1ms", "echo-10ms", "async", "chain-4", "scatter-4", "scatter-8", "broadcast-8"),
+        *("echo", "echo-1ms", "echo-10ms", "async", "chain-4", "chain-4-1ms"),
+        *("scatter-4", "scatter-8", "broadcast-8"),
         *("array-10MB-4", "array-10MB-4-empty", "idle-8", "step-20ms", "throughput-8", "million", "compile-8"),
         *("beside-150", "echo-busy1", "echo-busy2", "chain-4-busy1", "chain-4-busy2"),
         *("allreduce-1MB-2", "allreduce-1MB-4"),
@@ -40,10 +46,11 @@ def test_cases_and_who_takes_part() -> None:
     assert "loop" in CASES["step-20ms"].contenders
     assert CASES["broadcast-8"].contenders == ("raylane", "ray:compiled", "ray:calls")
     assert {name for name, case in CASES.items() if "wake-ups" in case.contenders} == {
-        "echo",
-        "echo-1ms",
-        "echo-10ms",
-        "scatter-8",
+        *("echo", "echo-1ms", "echo-10ms", "chain-4", "chain-4-1ms", "scatter-8"),
+        *(name for name, case in CASES.items() if case.busy),
+    }
+    assert {name for name, case in CASES.items() if "copies" in case.contenders} == {
+        *("array-10MB-4", "values-array-10MB", "values-tensor-10MB"),
     }
 
 
@@ -206,6 +213,27 @@ def test_a_step_works_on_one_core_and_repeats() -> None:
         assert ends == sorted(ends)
     finally:
         torch.set_num_threads(threads)
+
+
+def test_actors_of_a_chain_wake_the_next_others_the_driver() -> None:
+    assert [wake_ups.next_of(number, 4, chain=True) for number in range(1, 5)] == [2, 3, 4, 0]
+    assert [wake_ups.next_of(number, 4, chain=False) for number in range(1, 5)] == [0] * 4
+
+
+@pytest.mark.processes
+def test_wake_ups_need_a_compiler_and_have_a_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    segment = Segment.make(PAGE_BYTES)
+    for number in range(2):
+        semaphore.init(segment.address + number * semaphore.SEMAPHORE_BYTES)
+    bare = wake_ups.WakeUps(wake_ups.build(str(tmp_path)), segment.address)
+    bare.prepare([0], 60.0)
+    assert bare.call()
+    bare.prepare([1], 0.0)
+    assert not bare.call()
+    assert semaphore.value(segment.address + semaphore.SEMAPHORE_BYTES) == 1
+    monkeypatch.setenv("CC", "/nonexistent/cc")
+    with pytest.raises(SystemExit, match=r"wake_ups.c could not be compiled: .*/nonexistent/cc.* Install a C compiler"):
+        wake_ups.build(str(tmp_path))
 
 
 @pytest.mark.processes
