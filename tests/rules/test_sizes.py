@@ -25,7 +25,7 @@ BUDGETS = {
     "rl": 2942,
     "sft": 3052,
     "testing": 206,
-    "training": 7426,
+    "training": 7425,
     "transport": 7780,
     "weights": 5004,
     "workers": 1440,

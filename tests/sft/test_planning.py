@@ -160,6 +160,17 @@ def test_forecast_has_all_heads_of_keys_for_float32_on_gpus(tmp_path: Path) -> N
     assert on_gpus - on_cpus == 4 * 2 * shared * SHAPE.num_layers * tokens
 
 
+def test_forecast_knows_torch_without_its_kernel_for_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.9 and 2.10 compute bfloat16 with the kernels of float32: all heads of keys, and one more copy."""
+    half = {"policy": {"precision": "bfloat16"}, "cluster": {"gpus_per_node": 1}}
+    with_kernel = memory(tmp_path, **half).activations
+    monkeypatch.setattr("raylane.training.run.memory.varlen_kernel", lambda: None)
+    without = memory(tmp_path, **half).activations
+    heads = SHAPE.num_attention_heads + 2 * (SHAPE.num_attention_heads - SHAPE.num_key_value_heads)
+    tokens = config(tmp_path).policy.micro_batch_tokens
+    assert without - with_kernel == 2 * heads * SHAPE.head_dim * SHAPE.num_layers * tokens
+
+
 def test_forecast_falls_with_each_axis(tmp_path: Path) -> None:
     """Two workers on any axis but that of copies hold half of what the axis divides."""
     base = memory(tmp_path, policy={"precision": "bfloat16", "train_global_batch_size": 4})

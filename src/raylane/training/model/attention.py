@@ -217,8 +217,12 @@ def attend(
     key, value = packed_rows.gather(key, value)
     half = query.dtype in (torch.bfloat16, torch.float16)
     # torch's kernel for rows of several lengths (FlashAttention) knows neither dropout nor explicit scores.
-    if query.is_cuda and half and not scoring.dropout and not scoring.explicit and (kernel := _varlen_attn()):
+    if query.is_cuda and half and not scoring.dropout and not scoring.explicit and (kernel := varlen_kernel()):
         return _varlen(kernel, query, key, value, packed_rows, scoring), None
+    if (repeats := query.shape[1] // key.shape[1]) > 1 and (scoring.explicit or query.is_cuda):
+        # For float32, and for masks, CUDA has a fused kernel only for as many key heads as query heads. torch would
+        # compute all scores [N, q, k] and keep them (2.11).
+        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
     lengths, of_rows = packed_rows.lengths, packed_rows.pieces
     if packed_rows.alike:
         return _rows(query, key, value, lengths[0], of_rows[0], scoring).transpose(1, 2), None
@@ -253,12 +257,6 @@ def _one_piece(query: Tensor, key: Tensor, value: Tensor, scoring: _Scoring) -> 
         mask = places[None] <= query_places
         if window is not None:
             mask &= places[None] > query_places - window
-    grouped = key.shape[1] != query.shape[1]
-    if grouped and (scoring.explicit or query.is_cuda):
-        # For float32, and for masks, CUDA has a fused kernel only for as many key heads as query heads. torch would
-        # compute all scores [N, q, k] and keep them (2.11).
-        repeats = query.shape[1] // key.shape[1]
-        key, value, grouped = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1), False
     if scoring.explicit:
         # Soft-capped scores or sinks: the scores [N, q, k] are whole in memory.
         scores = query @ key.transpose(2, 3) * scoring.scale
@@ -281,13 +279,13 @@ def _one_piece(query: Tensor, key: Tensor, value: Tensor, scoring: _Scoring) -> 
         dropout_p=scoring.dropout,
         is_causal=mask is None and q > 1,
         scale=scoring.scale,
-        enable_gqa=grouped,
+        enable_gqa=key.shape[1] != query.shape[1],
     )
     return out
 
 
 @functools.cache
-def _varlen_attn() -> Callable[..., Any] | None:
+def varlen_kernel() -> Callable[..., Any] | None:
     """Return torch's kernel for rows of several lengths; None if this torch has none (2.9), or none for windows (2.10).
 
     It is called with as few key heads as the model has, which 2.12 wants to be told and 2.11 takes without a word.

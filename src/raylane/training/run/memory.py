@@ -17,6 +17,7 @@ from dataclasses import dataclass, fields
 
 from raylane.training.config.layout import micro_batches
 from raylane.training.config.schema import TrainingConfig
+from raylane.training.model.attention import varlen_kernel
 from raylane.training.model.hf_config import ModelShape
 from raylane.training.parallel.mesh import ParallelDims, keeps_gathered, shards_parameters, shares_gradients
 
@@ -159,7 +160,7 @@ class _Worker:
         keys = shape.num_key_value_heads * shape.head_dim * cp // tp
         # torch's varlen kernel writes its result where the projection reads it; the other kernels need one more copy.
         on_gpu = config.cluster.gpus_per_node > 0
-        varlen = on_gpu and size == 2
+        varlen = on_gpu and size == 2 and varlen_kernel() is not None
         # The other kernels of CUDA take as many key heads as query heads.
         attended_keys = queries * cp if on_gpu and not varlen else keys
         attention = size * ((2 if varlen else 3) * queries + 2 * attended_keys) + 4 * shape.num_attention_heads // tp
