@@ -28,7 +28,7 @@ BUDGETS = {
     "training": 7425,
     "transport": 7780,
     "weights": 5004,
-    "workers": 1440,
+    "workers": 1544,
 }
 """Lines of code of each package, and of the modules beside them, without docstrings, comments and blank lines.
 

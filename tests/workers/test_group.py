@@ -23,8 +23,9 @@ from raylane.errors import WorkerCallError, WorkerGroupError, WorkerLostError
 from raylane.graph.plan.ir import DRIVER
 from raylane.workers.batch import BatchDict
 from raylane.workers.compiled import CompiledWorkerGroup
-from raylane.workers.group import WorkerGroup, WorkerOptions, order_by_devices
+from raylane.workers.group import WorkerGroup, WorkerOptions
 from raylane.workers.host import Seat
+from raylane.workers.places import order_by_devices
 from raylane.workers.sharding import NamedSharding
 from workers import worker_classes
 from workers.worker_classes import Recorder
@@ -107,10 +108,33 @@ ray.cloudpickle.register_pickle_by_value(worker_classes)
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "num_gpus": 4, "include_dashboard": False})
 cluster.add_node(num_cpus=2, num_gpus=2)
 ray.init(address=cluster.address, log_to_driver=False, logging_level="error")
+
+def seats(group):
+    asked = group.call("environment", ["NODE_RANK", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES"])
+    return [list(one.values()) for one in asked.results(60)]
+
 for options in (WorkerOptions(num_gpus=1, placement_strategy="SPREAD"), WorkerOptions(num_gpus=1, workers_per_node=2)):
     with WorkerGroup(worker_classes.Recorder, 4, options=options) as group:
-        asked = group.call("environment", ["NODE_RANK", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES"])
-        print(json.dumps([list(one.values()) for one in asked.results(60)]))
+        print(json.dumps(seats(group)))
+for options in ({"placement_strategy": "SPREAD"}, {"workers_per_node": 2}):
+    trainer = WorkerGroup(
+        worker_classes.Recorder, 4, options=WorkerOptions(num_cpus=0, num_gpus=0.6, reserve={"GPU": 0.4}, **options)
+    )
+    beside = WorkerOptions(num_cpus=0, num_gpus=0.4, colocate=trainer)
+    engine = WorkerGroup(worker_classes.Recorder, 4, options=beside)
+    print(json.dumps([seats(trainer), seats(engine)]))
+    try:
+        WorkerGroup(worker_classes.Recorder, 4, options=beside)
+    except ValueError as error:
+        print(json.dumps(str(error)))
+    before = seats(engine)
+    trainer.recover()
+    print(json.dumps([seats(trainer), seats(engine) == before]))
+    trainer.shutdown()
+    engine.recover()
+    print(json.dumps(seats(engine)))
+    engine.shutdown()
+    print(json.dumps([each["state"] for each in ray.util.placement_group_table().values()]))
 ray.shutdown()
 cluster.shutdown()
 """
@@ -121,10 +145,15 @@ def test_ranks_and_gpus_ascend_on_each_of_two_nodes():
     tests = str(Path(__file__).parents[1])
     done = subprocess.run([sys.executable, "-c", TWO_NODES, tests], capture_output=True, text=True, timeout=540)
     assert done.returncode == 0, done.stderr[-3000:]
-    spread, two_each = map(json.loads, done.stdout.splitlines()[-2:])
+    spread, two_each, *colocated = map(json.loads, done.stdout.splitlines()[-12:])
     assert spread == sorted(spread), "however Ray has numbered the places"
     assert [one[:2] for one in two_each] == [["0", "0"], ["0", "1"], ["1", "0"], ["1", "1"]]
     assert two_each == sorted(two_each)
+    for (trainer, engine), full, (recovered, undisturbed), alone, states in (colocated[:5], colocated[5:]):
+        assert trainer == engine == recovered == alone == sorted(trainer)
+        assert undisturbed
+        assert "a worker needs {'GPU': 0.4}, and of {'GPU': 1.0} for each rank [{'GPU': 0.6}, {'GPU': 0.4}] is" in full
+        assert set(states) == {"REMOVED"}
 
 
 def test_ranks_are_ordered_by_devices_within_their_node():
@@ -133,6 +162,18 @@ def test_ranks_are_ordered_by_devices_within_their_node():
     assert order_by_devices(seats) == [2, 1, 4, 3, 0]
     without = [dataclasses.replace(seat, devices=()) for seat in seats]
     assert order_by_devices(without) == [0, 1, 2, 3, 4]
+
+
+def test_group_cannot_share_places_that_do_not_fit(ray_session, kind):
+    with kind(Recorder, 2, options=WorkerOptions(**SMALL, reserve={"CPU": 0.1})) as first:
+        with pytest.raises(ValueError, match="as many workers, got 1 beside 2"):
+            kind(Recorder, 1, options=WorkerOptions(num_cpus=0.1, colocate=first))
+        with pytest.raises(ValueError, match=r"a worker needs .* Start the other group with WorkerOptions\(reserve="):
+            kind(Recorder, 2, options=WorkerOptions(num_cpus=0.2, colocate=first))
+    with pytest.raises(TypeError, match="colocate must be a WorkerGroup, got int"):
+        kind(Recorder, 2, options=WorkerOptions(num_cpus=0.1, colocate=2))
+    with pytest.raises(WorkerGroupError, match="has no places any more"):
+        kind(Recorder, 2, options=WorkerOptions(num_cpus=0.1, colocate=first))
 
 
 @pytest.mark.claim("worker groups", "`torch.distributed` starts from the environment of each worker")

@@ -6,6 +6,7 @@ import pytest
 
 from raylane.workers.methods import check_call, check_constructor, check_worker_class
 from raylane.workers.options import WorkerOptions
+from raylane.workers.places import fitting_share
 
 
 def test_an_unknown_option_is_an_error_never_dropped():
@@ -85,6 +86,38 @@ def test_bundles_hold_all_workers_of_a_node_when_asked():
         by_node.bundles(6)
     with pytest.raises(ValueError, match="workers_per_node must be at least 1"):
         WorkerOptions(workers_per_node=0)
+    shared = WorkerOptions(num_gpus=0.6, reserve={"GPU": 0.4, "memory": 10})
+    assert shared.bundles(1) == ([{"CPU": 1.0, "GPU": 1.0, "memory": 10.0}], "PACK")
+    assert shared.needs() == {"CPU": 1.0, "GPU": 0.6}
+    assert shared.remote_options(0)["num_gpus"] == 1
+    with pytest.raises(ValueError, match="must not be negative"):
+        WorkerOptions(reserve={"GPU": -1})
+    with pytest.raises(ValueError, match=r"at most 1, or a whole number, got 1\.6"):
+        WorkerOptions(num_gpus=0.6, reserve={"GPU": 1})
+    with pytest.raises(ValueError, match="leave out reserve and workers_per_node"):
+        WorkerOptions(colocate=object(), workers_per_node=2)
+
+
+@pytest.mark.parametrize(
+    ("bundle", "shares", "first_gpus"),
+    [
+        (1.0, [0.6, 0.4], [0, 0.6]),
+        (1.0, [0.6, 0.5], [0, None]),
+        (1.0, [0.3, 0.3, 0.4, 0.1], [0, 0.3, 0.6, None]),
+        (2.0, [1.0, 1.0], [0, 1]),
+        (2.0, [0.6, 0.6, 0.4, 0.4], [0, 1, 0.6, 1.6]),  # a part of a GPU does not lie in two
+        (3.0, [0.5, 2.0, 0.5], [0, 1, 0.5]),
+        (0.8, [0.5, 0.3], [0, 0.5]),
+        (1.0, [0.0, 1.0], [0, 0]),
+    ],
+)
+def test_groups_divide_the_gpus_of_a_bundle(bundle, shares, first_gpus):
+    others = []
+    for gpus, first_gpu in zip(shares, first_gpus, strict=True):
+        share = fitting_share({"CPU": 0.1, "GPU": gpus}, {"CPU": 1.0, "GPU": bundle}, others)
+        assert (share and share.first_gpu) == (None if first_gpu is None else pytest.approx(first_gpu))
+        others += [share] if share else []
+    assert fitting_share({"CPU": 0.95}, {"CPU": 1.0, "GPU": bundle}, others) is None
 
 
 def test_a_mistyped_method_is_answered_with_the_close_one():

@@ -358,14 +358,14 @@ class CompiledWorkerGroup(WorkerGroup):
         self._send_within = Deadline(timeout / 2)
         return super().shutdown(timeout, cleanup_method)
 
-    def _end_processes(self, deadline: float) -> bool:
+    def _end_processes(self, deadline: float, *, keep_places: bool = False) -> bool:
         # Before the lock: a thread that waits for its turn holds it, and wakes when its graph ends.
         for graph in [*self._graphs.values(), *self._ended]:
             graph.graph.teardown(0.0)
         with self._lock:
             self._graphs, self._ended, self._unsettled = {}, [], set()
             self._enter(CallingEvent.RESTART)
-            return super()._end_processes(deadline)
+            return super()._end_processes(deadline, keep_places=keep_places)
 
 
 class _PickledByValue:

@@ -11,11 +11,9 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import threading
 import time
-import warnings
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -23,7 +21,7 @@ import numpy as np
 import ray
 import torch
 from ray.exceptions import RayActorError
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raylane import _ray
@@ -39,6 +37,7 @@ from raylane.workers.future import Failures, GroupFuture, PendingCalls, RefCalls
 from raylane.workers.host import CONSTRUCT, Arguments, Seat, WorkerHost
 from raylane.workers.methods import check_call, check_constructor, check_worker_class
 from raylane.workers.options import WorkerOptions
+from raylane.workers.places import Places, Share, release
 from raylane.workers.sharding import NamedSharding
 
 _log = logging.getLogger(__name__)
@@ -102,7 +101,8 @@ class WorkerGroup:
         """Environment variables of each worker, by rank."""
         self.node_ids: tuple[str, ...] = ()
         """Ray's ID of the node that each worker was placed on, by rank."""
-        self._placement: PlacementGroup | None = None
+        self._places: Places | None = None
+        self._share: Share
         self._dropped: weakref.finalize[..., Any] | None = None
         """Finalizer that removes the placement group if this object is dropped without `shutdown`."""
         self._closed = False
@@ -271,46 +271,37 @@ class WorkerGroup:
     # Life -----------------------------------------------------------------------------------------------------------
 
     def _start(self, deadline: Deadline) -> None:
-        bundles, strategy = self._options.bundles(self.size)
-        needed = self._options.bundle()
-        if _ray.started_here() and (total := ray.cluster_resources()):
-            there = _amounts(total, needed)
-            if any(there[name] < amount * self.size for name, amount in needed.items()):
-                raise WorkerGroupError(
-                    f"{self.size} workers of {needed} need more than this Ray has: {there}. It was started by this "
-                    "process and does not grow. Ask for fewer resources, or start a larger cluster"
-                )
-        self._placement = placement_group(bundles, strategy=strategy)
-        self._dropped = finalize_here(self, _release, self._placement)
-        self._dropped.atexit = False  # Ray ends the placement group with the driver
-        workers = f"{self.size} workers of {needed} ({len(bundles)} bundles, {strategy})"
-
-        def room() -> str:
-            free, total = ray.available_resources(), ray.cluster_resources()
-            return f"Free now: {_amounts(free, needed)}, total: {_amounts(total, needed)}"
-
-        if not any(
-            self._placement.wait(wait_s) for wait_s in deadline.rounds(lambda: f"{workers} not placed. {room()}")
-        ):
-            limit = self._options.start_timeout_s
-            raise WorkerGroupError(
-                f"the cluster could not place {workers} within {limit} s. {room()}. Add nodes, or ask for fewer "
-                "resources"
-            )
+        if self._places is None:
+            self._places, self._share = self._take_places(deadline)
+            self._dropped = finalize_here(self, release, self._places, self._share)
+            self._dropped.atexit = False  # Ray ends the placement group with the driver
+        places = self._places
         # Create all actors before waiting for any of them, so that their processes start in parallel.
         remote_host, name = ray.remote(WorkerHost), self.worker_class.__name__
-        for rank, bundle in enumerate(_bundle_of_each_rank(self._placement, self.size)):
-            seat = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=bundle)
+        for rank, bundle in enumerate(places.indices):
+            seat = PlacementGroupSchedulingStrategy(places.placement, placement_group_bundle_index=bundle)
             options = self._options.remote_options(rank)
             self._actors.append(remote_host.options(scheduling_strategy=seat, **options).remote(rank, name))
         located = self._take_seats(deadline)
-        order = order_by_devices(located)
-        if order != list(range(self.size)) and not self._options.name_prefix:  # a name has the rank in it
+        order = places.settle(located, named=bool(self._options.name_prefix))  # a name has the rank in it
+        if order != list(range(self.size)):
             self._actors = [self._actors[index] for index in order]
             located = self._take_seats(deadline)
         _warn_of_niceness(max(seat.niceness for seat in located))
-        self._env, self.node_ids = _rank_variables(located), tuple(seat.node_id for seat in located)
+        self.node_ids = tuple(seat.node_id for seat in located)
+        self._env = [a | b for a, b in zip(_rank_variables(located), places.variables(self._share), strict=True)]
         self._first_results(self._construct(range(self.size)), deadline)
+
+    def _take_places(self, deadline: Deadline) -> tuple[Places, Share]:
+        other = self._options.colocate
+        if other is None:
+            places = Places(self._options, self.size, deadline)
+            return places, places.first_share
+        if not isinstance(other, WorkerGroup):
+            raise TypeError(f"colocate must be a WorkerGroup, got {type(other).__name__}")
+        if other._places is None:
+            raise WorkerGroupError(f"colocate: {other!r} has no places any more. Start it first")
+        return other._places, other._places.join(self._options.needs(), self.size)
 
     def _take_seats(self, deadline: Deadline) -> list[Seat]:
         seats = [actor.take_seat.remote(rank) for rank, actor in enumerate(self._actors)]
@@ -361,12 +352,14 @@ class WorkerGroup:
     def recover(self) -> None:
         """End all worker processes and start the group again, after a worker died or is stuck; wait until it is ready.
 
-        The placement group, the processes and the workers are new; their state is lost. Futures of earlier calls raise
-        WorkerLostError. Raises the errors of the constructor; then no worker is left, and you may call `recover` again.
+        The processes and the workers are new, and the placement group too unless groups share it (`colocate`); their
+        state is lost. Futures of earlier calls raise WorkerLostError. Raises the errors of the constructor; then no
+        worker is left, and you may call `recover` again.
         """
         if self._closed:
             raise WorkerGroupError(f"{self!r}: recover cannot be called after shutdown. Start a new group")
-        self._end_processes(time.monotonic() + _KILL_RESERVE_S)
+        shared = self._options.colocate is not None or (self._places is not None and self._places.is_shared)
+        self._end_processes(time.monotonic() + _KILL_RESERVE_S, keep_places=shared)
         self._failures, self._under_way, self._broken = Failures(), [], None
         try:
             self._start(Deadline(self._options.start_timeout_s))
@@ -376,7 +369,7 @@ class WorkerGroup:
             raise
 
     def shutdown(self, timeout: float = 30.0, cleanup_method: str | None = None) -> bool:
-        """End all workers and remove the placement group; wait at most about `timeout` seconds.
+        """End all workers, and remove the placement group unless other groups use it; wait about `timeout` seconds.
 
         `cleanup_method` is called on every worker first. An error or timeout of this method is logged, and the workers
         are killed all the same. Returns True if everything succeeded. A second call does nothing and returns True.
@@ -401,20 +394,22 @@ class WorkerGroup:
         self._init = ((), {})  # a closed group keeps no actor alive that was an argument
         return self._end_processes(deadline) and clean
 
-    def _end_processes(self, deadline: float) -> bool:
-        """Kill all workers and remove the placement group. Return False if they have not ended by the deadline."""
-        if self._dropped is not None:
-            self._dropped.detach()
+    def _end_processes(self, deadline: float, *, keep_places: bool = False) -> bool:
+        """Kill all workers and leave their places. Return False if they have not ended by the deadline."""
         actors, self._actors = self._actors, []
-        placement, self._placement = self._placement, None
+        places = None
+        if not keep_places:
+            places, self._places = self._places, None
+            if self._dropped is not None:
+                self._dropped.detach()
+                self._dropped = None
         self._under_way = []  # the calls hold graphs, and with them memory
         if not ray.is_initialized():  # the actors ended with the Ray session
             return True
         # Kill all actors before waiting for any of them: dying takes time.
         for actor in actors:
             ray.kill(actor)
-        if placement is not None:
-            remove_placement_group(placement)
+        placement = None if places is None else places.leave(self._share)
         all_dead = _wait_dead(actors, deadline)
         # Wait for the placement group even if an actor is late.
         while placement is not None and placement_group_table(placement).get("state") != "REMOVED":
@@ -459,18 +454,6 @@ class _TrialPickler(_ray.CloudPickler):  # type: ignore[misc]  # untyped base
         return "" if references.is_counted(value) else None
 
 
-def _release(placement: PlacementGroup) -> None:
-    """Remove the placement group of a WorkerGroup that was dropped without `shutdown`; runs as a finalizer."""
-    warnings.warn("a WorkerGroup was dropped without shutdown()", ResourceWarning, stacklevel=2)
-
-    def remove() -> None:
-        with suppress(Exception):  # the Ray session may have ended meanwhile
-            remove_placement_group(placement)
-
-    # On a thread: the garbage collector may run this anywhere, even inside a call to Ray, and removing calls Ray.
-    threading.Thread(target=remove, name="raylane-release", daemon=True).start()
-
-
 def _put_arrays(value: Any) -> Any:
     """Return an ObjectRef to a value with arrays, which is put once for all its workers; a plain value as it is."""
     return put(value) if _carries_arrays(value) else value
@@ -483,33 +466,6 @@ def _carries_arrays(value: Any) -> bool:
     if isinstance(value, Mapping):
         return any(_carries_arrays(item) for item in value.values())
     return isinstance(value, (list, tuple)) and any(_carries_arrays(item) for item in value)
-
-
-def _bundle_of_each_rank(placement: PlacementGroup, size: int) -> list[int]:
-    """Return the number of each rank's bundle, chosen so that ranks on one node are consecutive.
-
-    Ray numbers bundles without regard to nodes. If ranks alternated between nodes, neighbours on a mesh axis would
-    exchange all their data over the network.
-    """
-    nodes: dict[int, str] = placement_group_table(placement)["bundles_to_node_id"]
-    first = {node: min(index for index, other in nodes.items() if other == node) for node in nodes.values()}
-    ordered = sorted(nodes, key=lambda index: (first[nodes[index]], index))
-    each = size // len(ordered)
-    return [index for index in ordered for _ in range(each)]
-
-
-def order_by_devices(seats: Sequence[Seat]) -> list[int]:
-    """Return the indices of `seats` in an order in which the devices of each node ascend; each keeps its node's places.
-
-    Ray gives the GPUs of a node to actors in the order in which their processes happen to start.
-    """
-    order = list(range(len(seats)))
-    for node in {seat.node_id for seat in seats}:
-        places = [index for index, seat in enumerate(seats) if seat.node_id == node]
-        ordered = sorted(places, key=lambda index: (seats[index].devices, index))
-        for place, index in zip(places, ordered, strict=True):
-            order[place] = index
-    return order
 
 
 @functools.cache  # once in a process
@@ -561,8 +517,3 @@ def _wait_dead(actors: Sequence[Any], deadline: float) -> bool:
         if late or (alive and time.monotonic() > deadline):
             return False
     return True
-
-
-def _amounts(resources: Mapping[str, float], needed: Iterable[str]) -> dict[str, float]:
-    """Return the amounts of the needed resources."""
-    return {name: resources.get(name, 0.0) for name in needed}

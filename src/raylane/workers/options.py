@@ -57,18 +57,33 @@ class WorkerOptions:
 
     None places bundles one by one according to `placement_strategy`. In both cases ranks are consecutive within a node.
     """
+    reserve: Mapping[str, float] = field(default_factory=dict)
+    """Amounts of Ray resources ("GPU", "CPU") of each bundle that are left to workers of groups with `colocate`."""
+    colocate: object | None = None
+    """WorkerGroup beside whose workers those of this one are placed, rank i beside rank i, in what that group reserves.
+
+    Both must have as many workers. Rank i of both sees the same GPU if each needs a part of one (`num_gpus` below 1).
+    The other options of the placement are those of that group, which may be shut down first.
+    """
     start_timeout_s: float = START_S
     """Limit in seconds for placing, starting and constructing all workers; every 30 s the log says what is awaited."""
 
     def __post_init__(self) -> None:
         # `frozen` protects the fields only; copy the mappings and make them read-only as well.
-        for name in ("resources", "env_vars", "runtime_env"):
+        for name in ("resources", "env_vars", "runtime_env", "reserve"):
             object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
         amounts = {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus, **self.resources}
-        negative = {name: amount for name, amount in amounts.items() if amount < 0}
+        negative = {name: amount for each in (amounts, self.reserve) for name, amount in each.items() if amount < 0}
         if negative:
             raise ValueError(f"resources of a worker must not be negative, got {negative}")
-        if not self.bundle():
+        if self.colocate is not None and (self.reserve or self.workers_per_node is not None):
+            raise ValueError(
+                "a group with colocate has the places of the other one: leave out reserve and workers_per_node"
+            )
+        gpus = self.num_gpus + self.reserve.get("GPU", 0.0)
+        if gpus > 1 and gpus != int(gpus):
+            raise ValueError(f"num_gpus with reserve['GPU'] must be at most 1, or a whole number, got {gpus:g}")
+        if not self.needs():
             raise ValueError(
                 "a worker needs at least one resource for its placement. Set num_cpus, num_gpus or resources above 0"
             )
@@ -97,10 +112,15 @@ class WorkerOptions:
                 f"placement_strategy must be one of {', '.join(_STRATEGIES)}, got {self.placement_strategy!r}"
             )
 
-    def bundle(self) -> dict[str, float]:
-        """Return the resources that one worker reserves in the placement group."""
+    def needs(self) -> dict[str, float]:
+        """Return the resources that one worker takes."""
         amounts = {"CPU": self.num_cpus, "GPU": self.num_gpus, **self.resources}
         return {name: float(amount) for name, amount in amounts.items() if amount > 0}
+
+    def bundle(self) -> dict[str, float]:
+        """Return the resources that the placement group has for one worker and what is reserved beside it."""
+        needs, reserve = self.needs(), self.reserve
+        return {name: needs.get(name, 0.0) + reserve.get(name, 0.0) for name in {**needs, **reserve}}
 
     def bundles(self, size: int) -> tuple[list[dict[str, float]], str]:
         """Return the bundles of a group of `size` workers and Ray's placement strategy for them.
@@ -125,7 +145,8 @@ class WorkerOptions:
             environment["env_vars"] = variables
         options: dict[str, Any] = {
             "num_cpus": self.num_cpus,
-            "num_gpus": self.num_gpus,
+            # The actors of the first of several groups in a bundle take all of its GPUs (`places`).
+            "num_gpus": 0.0 if self.colocate is not None else self.num_gpus + self.reserve.get("GPU", 0.0),
             "max_restarts": self.max_restarts,
             "max_concurrency": self.max_concurrency,
         }
