@@ -22,6 +22,7 @@ RAYS = ("2.57.0", "2.58.1", "2.59.0", "2.60.0")
 PYTHONS = ("3.11", "3.12", "3.13")
 
 ON_RAY = {
+    "tests/core": "the module in C beside processes that die, and shared memory, on each CPython",
     "tests/transport/test_consumers.py": "every kind of reader: actors, tasks, drivers, threads, asyncio",
     "tests/transport/test_lifetime.py": "Ray's callback at the end of a ref, and borrowed refs",
     "tests/transport/test_reads.py": "reads into memory, device and dtype of the caller",
@@ -45,7 +46,7 @@ ON_RAY = {
     "tests/rules/test_ray_names.py": "the check of private names at the first use",
     "tests/examples": "the first programs of the README and of the how-tos",
 }
-"""Test files and folders of which the tests on Ray run for each pair, with what they prove about a version.
+"""Test files and folders of which all tests that are not fast run for each pair, with what they prove about a version.
 
 Files that prove the same about Ray, or only about training and networks, are left out: a pair takes six minutes.
 """
@@ -140,10 +141,9 @@ def outcome(junit: str | None, status: int) -> dict[str, Any]:
 
 def updated(entries: Mapping[str, Any], pair: Pair, entry: Mapping[str, Any]) -> dict[str, Any]:
     """Return the record with a new entry of a pair; a stage that did not run now keeps its last counts."""
-    earlier = entries.get(pair.name, {})
-    merged = entry if "missing" in entry else {**earlier, **entry}
-    merged = {key: value for key, value in merged.items() if key != "missing" or "missing" in entry}
-    return dict(sorted({**entries, pair.name: merged}.items()))
+    earlier = {} if "missing" in entry else entries.get(pair.name, {})
+    kept = {key: value for key, value in earlier.items() if key != "missing"}
+    return dict(sorted({**entries, pair.name: {**kept, **entry}}.items()))
 
 
 def failures_of(entry: Mapping[str, Any]) -> list[str]:
@@ -151,7 +151,7 @@ def failures_of(entry: Mapping[str, Any]) -> list[str]:
     return [test for stage in STAGES for test in entry.get(stage, {}).get("failures", ())]
 
 
-def whole_pass(entry: Mapping[str, Any]) -> bool:
+def has_passed(entry: Mapping[str, Any]) -> bool:
     """Return True if both runs of a pair passed."""
     return all(stage in entry for stage in STAGES) and not failures_of(entry)
 
@@ -161,7 +161,7 @@ def rays_that_passed(entries: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...
     rays = []
     for ray in RAYS:
         of_ray = [entries.get(Pair(ray, python).name, {}) for python in PYTHONS]
-        if any(map(whole_pass, of_ray)) and not any(map(failures_of, of_ray)):
+        if any(map(has_passed, of_ray)) and not any(map(failures_of, of_ray)):
             rays.append(ray)
     return tuple(rays)
 
@@ -201,7 +201,7 @@ def tested(entries: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the part of the README: the pairs that passed, a row for all CPythons with the same versions of Ray."""
     pythons: dict[str, list[str]] = {}
     for python in PYTHONS:
-        rays = [ray for ray in RAYS if whole_pass(entries.get(Pair(ray, python).name, {}))]
+        rays = [ray for ray in RAYS if has_passed(entries.get(Pair(ray, python).name, {}))]
         pythons.setdefault(", ".join(rays) or "none", []).append(python)
     rows = [[", ".join(names), rays] for rays, names in pythons.items()]
     return "\n".join([f"Tests pass on x86-64 ({dates(entries)}) with:", "", table(["CPython", "Ray"], rows)])
