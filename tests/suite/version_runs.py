@@ -139,7 +139,7 @@ def counts_in_words(counts: Mapping[str, Any]) -> str:
     return ", ".join(f"{counts[key]} {key}" for key in ("passed", "failed", "skipped", "seconds"))
 
 
-def run_pair(pair: Pair, stages: Sequence[str], commit: str) -> dict[str, Any]:
+def run_pair(pair: Pair, stages: Sequence[str]) -> dict[str, Any]:
     """Make the environment of a pair, run its tests, and return its entry in the record."""
     environment = environment_of(pair)
     if isinstance(environment, str):
@@ -149,6 +149,7 @@ def run_pair(pair: Pair, stages: Sequence[str], commit: str) -> dict[str, Any]:
     if entry.get("ray") != pair.ray:
         raise RuntimeError(f"{environment} must have Ray {pair.ray}, got {entry}: delete the folder")
     for stage in stages:
+        commit = tested_commit()
         counts = run_tests(environment, stage, versions.STAGES[stage])
         entry[stage] = {"date": str(datetime.date.today()), "commit": commit, **counts}
         log(f"{pair.name} {stage}: {counts_in_words(counts)}")
@@ -194,14 +195,14 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--stages", nargs="*", default=[], choices=versions.STAGES)
     parser.add_argument("--only", nargs=argparse.REMAINDER, default=[], help="arguments of pytest; not recorded")
     options = parser.parse_args(words)
-    stages, commit = options.stages or list(versions.STAGES), tested_commit()
+    stages = options.stages or list(versions.STAGES)
     failed: dict[Pair, list[str]] = {}
     for pair in versions.pairs(options.ray or versions.RAYS, options.pythons or versions.PYTHONS):
         try:
             if options.only:
                 failures = failures_in(pair, options.only)
             else:
-                entry = run_pair(pair, stages, commit)
+                entry = run_pair(pair, stages)
                 keep(pair, entry)
                 failures = versions.failures_of({stage: entry.get(stage, {}) for stage in stages})
         except (RuntimeError, subprocess.CalledProcessError) as error:
