@@ -21,7 +21,7 @@ import ray
 
 from raylane.errors import RaylaneError
 
-CHECKED_ON = ("2.57.0", "2.60.0")
+CHECKED_ON = ("2.57.0", "2.58.1", "2.59.0", "2.60.0")
 """Versions of Ray that the tests passed with, the oldest first: those of the record of `make test-versions`."""
 
 
