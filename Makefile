@@ -21,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 RECORDS := build/tests
 
-.PHONY: setup check test test-fast test-ci test-all test-matrix test-vllm only durations faults gpu bench figures sft grpo docs wheel clean
+.PHONY: setup check test test-fast test-ci test-all test-matrix test-vllm test-versions only durations faults gpu bench figures sft grpo docs wheel clean
 
 setup: $(STAMP)
 
@@ -94,6 +94,13 @@ $(VLLM)/.ready: tests/vllm/requirements.txt pyproject.toml src/raylane/core/_nat
 	$(VLLM)/bin/python -m pip install --quiet --no-deps -e .
 	touch $@
 
+# Fast tests, and a choice of those on Ray, with each Ray and CPython of tests/suite/versions.py, each pair in an
+# environment of its own: two hours, 20 GB. Narrowed by RAY="2.57.0", PYTHONS="3.12 3.13", STAGES=fast; with ARGS, only
+# these tests run and nothing is recorded.
+test-versions: setup
+	TORCH_CPU_INDEX=$(TORCH_CPU_INDEX) $(BIN)/python -m tests.suite.version_runs --ray $(RAY) --pythons $(PYTHONS) \
+	  --stages $(STAGES) $(if $(ARGS),--only $(ARGS))
+
 # With SOAK=1 the mixed traffic of the soak test lasts an hour instead of a minute. Then kills of everything that has to
 # do with weights, counted by kind: a quarter of an hour.
 faults: setup
@@ -154,4 +161,4 @@ $(WHEEL)/.ready: tests/release/requirements.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(WHEEL) dist build runs site .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(WHEEL) .venvs dist build runs site .pytest_cache .mypy_cache .ruff_cache

@@ -6,7 +6,6 @@ records in `benchmarks/results`. The same runs of each benchmark feed all pages,
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,7 +15,7 @@ from benchmarks.goals import CPU
 from benchmarks.graph import cases as graph_cases
 from benchmarks.graph.cases import BLOCKING, CALLS, COMPILED, RAYLANE, WAKE_UPS
 from benchmarks.rl import cases as rl_cases
-from benchmarks.runs import RESULTS, ROOT, Runs, factor, goal_table, table, time
+from benchmarks.runs import RESULTS, ROOT, Runs, factor, goal_table, table, time, with_parts
 from benchmarks.sft import cases as sft_cases
 from benchmarks.transfer import cases as transfer_cases
 from benchmarks.transfer.cases import BASELINE, OURS, RDT
@@ -290,12 +289,7 @@ PARTS: dict[str, Callable[[], str]] = {
 
 def filled(text: str) -> str:
     """Return a page with its generated parts made anew. KeyError for an unknown part."""
-    return re.sub(
-        r"(<!-- figures: (\w+) -->\n).*?(\n<!-- end of figures -->)",
-        lambda match: match[1] + PARTS[match[2]]() + match[3],
-        text,
-        flags=re.DOTALL,
-    )
+    return with_parts(text, "figures", PARTS)
 
 
 def main() -> int:

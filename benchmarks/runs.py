@@ -128,6 +128,19 @@ def table(head: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
     return "\n".join([row(head), row(["---"] * len(head)), *map(row, rows)])
 
 
+def with_parts(text: str, kind: str, parts: Mapping[str, Callable[[], str]]) -> str:
+    """Return a page with its generated parts of one kind made anew: `<!-- KIND: PART -->` to `<!-- end of KIND -->`.
+
+    KeyError for an unknown part.
+    """
+    return re.sub(
+        rf"(<!-- {kind}: (\w+) -->\n).*?(\n<!-- end of {kind} -->)",
+        lambda match: match[1] + parts[match[2]]() + match[3],
+        text,
+        flags=re.DOTALL,
+    )
+
+
 def goal_table(goals: Iterable[Sequence[Goal]]) -> str:
     """Return the number of goals that were reached in all runs, and the others as a table with values and floors."""
     rows, goals = [], list(goals)

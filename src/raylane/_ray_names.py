@@ -21,8 +21,8 @@ import ray
 
 from raylane.errors import RaylaneError
 
-CHECKED_ON = ("2.57.0", "2.60.0")
-"""Versions of Ray that raylane was run with, the oldest first; `docs/reference/limits.md` says with which tests."""
+CHECKED_ON = ("2.57.0", "2.58.1", "2.59.0", "2.60.0")
+"""Versions of Ray that the tests passed with, the oldest first: those of the record of `make test-versions`."""
 
 
 class Use(NamedTuple):
@@ -124,7 +124,7 @@ def message(version: str, missing: Sequence[MissingName], checked_on: Sequence[s
     names = "\n".join(f"  {name}: needed by {use.needed_by}, to {use.purpose}" for name, use in missing)
     return (
         f"raylane cannot work with Ray {version}: this version lacks {len(missing)} of the private names that raylane "
-        f"uses:\n{names}\nraylane was run with Ray {' and '.join(checked_on)}. Install one of these versions "
+        f"uses:\n{names}\nraylane was run with Ray {', '.join(checked_on)}. Install one of these versions "
         f"(pip install 'ray=={checked_on[-1]}'), or report this message to the authors of raylane"
     )
 
@@ -142,4 +142,4 @@ def summary() -> str:
     count = sum(len(use.names.split()) for uses in private_names().values() for use in uses)
     missing = [name for name, _ in missing_names(private_names(), import_dag=True)]
     present = f"Ray lacks {', '.join(missing)}" if missing else f"Ray has all {count}"
-    return f"{present}; raylane was run with Ray {' and '.join(CHECKED_ON)}"
+    return f"{present}; raylane was run with Ray {', '.join(CHECKED_ON)}"

@@ -133,6 +133,10 @@ def test_findings_of_a_migrated_program_are_none() -> None:
     assert findings((ROOT / "examples/from_ray_graphs.py").read_bytes()) == []
 
 
+NEW_IN_2_58 = {"set_nixl_cuda_stream", "set_target_device_for_ref"}
+"""Names of Ray that its version 2.57 does not have yet."""
+
+
 def test_names_of_the_tables_are_those_of_ray() -> None:
     """A clear message when a new Ray adds an option, or drops a name."""
     options = set(inspect.signature(ray.dag.dag_node.DAGNode.experimental_compile).parameters) - {"self"}
@@ -144,7 +148,8 @@ def test_names_of_the_tables_are_those_of_ray() -> None:
     from ray.experimental import compiled_dag_ref
 
     places = (ray.dag, ray.exceptions, ray.experimental, collective, compiled_dag_ref)
-    assert [name for name in NAMES if not any(hasattr(place, name) for place in places)] == []
+    lacking = {name for name in NAMES if not any(hasattr(place, name) for place in places)}
+    assert lacking == (NEW_IN_2_58 if ray.__version__.startswith("2.57.") else set())
 
 
 def test_command_lists_lines_of_files_and_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,8 @@ def output_of(name: str) -> str:
         text=True,
         timeout=540,
         check=False,
-        env=os.environ,
+        # Without an address, Ray would connect to the last cluster that anybody has started on this machine.
+        env={"RAY_ADDRESS": "local", **os.environ},
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -92,6 +92,13 @@ def test_a_package_that_is_not_here_is_named() -> None:
         source_files("no_such_thing")
 
 
+def test_package_beside_the_installed_ones_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert source_files("elsewhere") == [("elsewhere", tmp_path / "elsewhere" / "__init__.py")]
+
+
 @pytest.mark.slow
 def test_standard_library_gives_a_stable_set_of_pairs(tmp_path: Path) -> None:
     pairs = collect(["stdlib"])

@@ -124,7 +124,7 @@ EVERYTHING = (
 """Beginnings of paths that all tests depend on. The leak checks of all tests use `raylane.testing`."""
 DOCUMENTS = ("docs/", "mkdocs.yml", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", ".gitignore")
 """Beginnings of paths that only the rules and the examples read."""
-RECORDS = ("tests/proven.json", "tests/durations.txt")
+RECORDS = ("tests/proven.json", "tests/durations.txt", "tests/versions.json")
 """Files that only the rules read."""
 QUARTERS = 4
 

@@ -17,6 +17,7 @@ import sysconfig
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from raylane.errors import DataError
@@ -64,13 +65,10 @@ def source_files(package: str) -> list[tuple[str, Path]]:
     """
     root = Path(sysconfig.get_path("stdlib"))
     if package != "stdlib":
-        homes = [Path(sysconfig.get_path(kind)) / package for kind in ("purelib", "platlib")]
-        home = next((home for home in homes if home.is_dir()), None)
-        if home is None:
-            raise DataError(
-                f"package {package!r} is not installed under {homes[0].parent}; name others with --packages"
-            )
-        root = home
+        spec = PathFinder.find_spec(package)
+        if spec is None or not spec.submodule_search_locations:
+            raise DataError(f"package {package!r} is not installed as source; name others with --packages")
+        root = Path(next(iter(spec.submodule_search_locations)))
     prefix = () if package == "stdlib" else (package,)
     named = []
     for path in _walk(root):
