@@ -23,7 +23,7 @@ BUDGETS = {
     "modules": 678,
     "nemo": 982,
     "rl": 2942,
-    "sft": 3052,
+    "sft": 3050,
     "testing": 206,
     "training": 7425,
     "transport": 7780,
