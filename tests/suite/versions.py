@@ -202,8 +202,8 @@ def tested(entries: Mapping[str, Mapping[str, Any]]) -> str:
     pythons: dict[str, list[str]] = {}
     for python in PYTHONS:
         rays = [ray for ray in RAYS if has_passed(entries.get(Pair(ray, python).name, {}))]
-        pythons.setdefault(", ".join(rays) or "none", []).append(python)
-    rows = [[", ".join(names), rays] for rays, names in pythons.items()]
+        pythons.setdefault(", ".join(rays), []).append(python)
+    rows = [[", ".join(names), rays] for rays, names in pythons.items() if rays]
     return "\n".join([f"Tests pass on x86-64 ({dates(entries)}) with:", "", table(["CPython", "Ray"], rows)])
 
 

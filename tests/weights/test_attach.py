@@ -161,6 +161,8 @@ def test_an_error_in_a_pass_lets_updates_go_on(error: type[BaseException]) -> No
     attachment.close()
 
 
+# torch.compile warns about this version of CPython.
+@pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0:RuntimeWarning")
 def test_passes_of_compiled_modules_are_seen_and_copies_refused() -> None:
     reader = Failing()
     compiled = torch.compile(reader, backend="eager")
