@@ -109,7 +109,7 @@ class Forwarder:
 
 
 class Deployment:
-    """What a user of Ray Serve writes."""
+    """Class of a deployment, as a user of Ray Serve writes it."""
 
     def __init__(self) -> None:
         self.refs: collections.deque[ray.ObjectRef] = collections.deque(maxlen=8)

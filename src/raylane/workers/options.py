@@ -80,7 +80,7 @@ class WorkerOptions:
             raise ValueError(
                 "a group with colocate has the places of the other one: leave out reserve and workers_per_node"
             )
-        gpus = self.num_gpus + self.reserve.get("GPU", 0.0)
+        gpus = self.bundle().get("GPU", 0.0)
         if gpus > 1 and gpus != int(gpus):
             raise ValueError(f"num_gpus with reserve['GPU'] must be at most 1, or a whole number, got {gpus:g}")
         if not self.needs():
@@ -146,7 +146,7 @@ class WorkerOptions:
         options: dict[str, Any] = {
             "num_cpus": self.num_cpus,
             # The actors of the first of several groups in a bundle take all of its GPUs (`places`).
-            "num_gpus": 0.0 if self.colocate is not None else self.num_gpus + self.reserve.get("GPU", 0.0),
+            "num_gpus": 0.0 if self.colocate is not None else self.bundle().get("GPU", 0.0),
             "max_restarts": self.max_restarts,
             "max_concurrency": self.max_concurrency,
         }

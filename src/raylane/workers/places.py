@@ -32,7 +32,7 @@ _ROUNDING = 1e-6
 
 @dataclass(eq=False)
 class Share:
-    """What each worker of one group takes of its bundle."""
+    """Part of a bundle that each worker of one group takes."""
 
     needs: Mapping[str, float]
     first_gpu: float

@@ -119,9 +119,8 @@ class Region:
         """True if this process made the region, and did not get it by a fork."""
         return self._made_by == os.getpid()
 
-    @property
     def is_unused(self) -> bool:
-        """True if an idle region can be lent."""
+        """Return True if an idle region can be lent."""
         return self.is_own and not self.is_read
 
     def let_go(self) -> None:
@@ -196,9 +195,10 @@ def _pool() -> _RegionPool:
 
 def close() -> None:
     """Free idle regions, and end the thread that frees them; the next use starts anew."""
-    pool = _pool()
-    _pool.cache_clear()
-    pool.close()
+    if _pool.cache_info().currsize:  # not in a process that has made no region
+        pool = _pool()
+        _pool.cache_clear()
+        pool.close()
 
 
 def make(nbytes: int) -> Any:
@@ -207,7 +207,7 @@ def make(nbytes: int) -> Any:
     OSError if there are no descriptors, or no memory for a mapping; pages take memory when they are first written.
     """
     pool, capacity = _pool(), size_class(nbytes)
-    region = pool.lend_idle(capacity, lambda idle: idle.is_unused)
+    region = pool.lend_idle(capacity, Region.is_unused)
     if region is None:
         region = Region(capacity)
         pool.lend(region)
