@@ -13,7 +13,11 @@ import pytest
 import ray
 from tests.graph.graph_actors import Worker
 
+from raylane.core.deadline import Deadline
 from raylane.testing.leaks import leaks, snapshot
+
+COMPILE_S = 120.0
+"""Seconds in which actors must answer while a graph is compiled."""
 
 
 @pytest.fixture(scope="session")
@@ -61,7 +65,10 @@ def graph() -> Iterator[Callable[..., Any]]:
     def compile(write: Callable[[Any], Any], **options: Any) -> Any:
         with raylane.InputNode() as x:
             node = write(x)
-        made.append(raylane.compile(node, **options))
+        with pytest.MonkeyPatch.context() as patch:
+            # A short `timeout` of a test is for its executions: on a busy machine actors answer later.
+            patch.setattr("raylane.graph.driver.deploy.Deadline", lambda _: Deadline(COMPILE_S))
+            made.append(raylane.compile(node, **options))
         return made[-1]
 
     yield compile

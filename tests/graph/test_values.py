@@ -134,7 +134,7 @@ def test_dropped_arrays_give_their_memory_back(workers: list[Any], graph: Compil
 def test_the_writer_waits_for_memory_and_names_who_keeps_it(workers: list[Any], graph: Compile) -> None:
     a = workers[0]
     value = np.ones(LARGE)
-    g = graph(lambda x: raylane.bind(a.keep, x), max_lent_bytes=4 * value.nbytes, timeout=0.3)
+    g = graph(lambda x: raylane.bind(a.keep, x), max_lent_bytes=4 * value.nbytes, timeout=1.0)
     kept = 0
 
     def fill() -> None:
@@ -151,7 +151,7 @@ def test_the_writer_waits_for_memory_and_names_who_keeps_it(workers: list[Any], 
 
 
 def test_an_actor_waits_for_memory_too(workers: list[Any], graph: Compile) -> None:
-    g = graph(lambda x: raylane.bind(workers[0].ones, x), max_lent_bytes=20_000_000, timeout=0.3)
+    g = graph(lambda x: raylane.bind(workers[0].ones, x), max_lent_bytes=20_000_000, timeout=1.0)
     kept = []
 
     def fill() -> None:
