@@ -28,7 +28,7 @@ from raylane.errors import WeightsError
 from raylane.rl import trainer
 from raylane.rl.config import GrpoRunConfig
 from raylane.rl.trainer import GrpoTrainer
-from raylane.weights.service.catalogue import NAMESPACE, actor_names
+from raylane.weights.service.actors import NAMESPACE, actor_names
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.faults, pytest.mark.usefixtures("cluster")]
 

@@ -22,7 +22,7 @@ from raylane.rl.config import GrpoRunConfig
 from raylane.rl.engines import Rollouts
 from raylane.rl.trainer import GrpoTrainer
 from raylane.training.report.metrics import read_metrics, read_notes, read_samples
-from raylane.weights.service.catalogue import NAMESPACE, actor_names
+from raylane.weights.service.actors import NAMESPACE, actor_names
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("cluster")]
 

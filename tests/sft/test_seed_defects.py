@@ -165,7 +165,11 @@ def test_r12_defaults_stand_in_one_typed_schema(folder):
 
 def test_r13_tests_figures_and_a_convergence_run_exist():
     figures = (ROOT / "docs/reference/figures.md").read_text()
-    assert all(case in figures for case in ("noop-8-worker-fed", "step20ms-2-worker-fed", "train-2"))
+    runs = [path.read_text() for path in (ROOT / "benchmarks/results").glob("sft-*.json")]
+    assert "`noop-8-worker-fed`" in figures
+    assert runs, "the page is made of these"
+    for case in ("noop-8-worker-fed", "step20ms-2-worker-fed", "train-2"):
+        assert all(f'"case": "{case}"' in run for run in runs), case
     assert re.search(r"!\[[^\]]*\]\(\.\./assets/convergence\.svg\)", figures)
     for kind in (WorkerGroup, CompiledWorkerGroup, compiled_graph.CompiledGraphWorkerGroup):
         assert not [name for name, value in vars(kind).items() if isinstance(value, list | dict | set)]

@@ -27,7 +27,7 @@ from tests.vllm import engines
 
 from raylane import weights
 from raylane.errors import WeightsError
-from raylane.weights.service.catalogue import actor_names
+from raylane.weights.service.actors import actor_names
 
 KILLS = int(os.environ.get("RAYLANE_KILLS", "3"))
 """Number of kills: a hundred of them take half an hour."""

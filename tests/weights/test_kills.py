@@ -19,7 +19,7 @@ import torch
 
 from raylane import weights
 from raylane.errors import WeightsError
-from raylane.weights.service.catalogue import actor_names
+from raylane.weights.service.actors import actor_names
 
 KILLS = int(os.environ.get("RAYLANE_KILLS", "5"))
 """Number of kills: hundreds of them are for `make faults`, not for continuous integration."""

@@ -19,7 +19,7 @@ from tests.process_tools import stop
 from raylane import weights
 from raylane.errors import WeightsError
 from raylane.testing.leaks import descriptors
-from raylane.weights.service.catalogue import actor_names
+from raylane.weights.service.actors import actor_names
 from raylane.weights.state.readers import LEASE_S
 
 pytestmark = pytest.mark.faults

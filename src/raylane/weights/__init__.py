@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from raylane.weights.layout.plan import Plan
     from raylane.weights.memory.tensors import Part
     from raylane.weights.publisher import Publisher
-    from raylane.weights.subscriber import ReaderState, Subscriber, Update
+    from raylane.weights.state.contents import ReaderState
+    from raylane.weights.subscriber import Subscriber, Update
 
 _HOME = {  # module of each name that is loaded on first use
     "EngineUpdate": "engines.attachment",
@@ -37,7 +38,7 @@ _HOME = {  # module of each name that is loaded on first use
     "Part": "memory.tensors",
     "Plan": "layout.plan",
     "Publisher": "publisher",
-    "ReaderState": "subscriber",
+    "ReaderState": "state.contents",
     "Subscriber": "subscriber",
     "Update": "subscriber",
     "attach": "engines",

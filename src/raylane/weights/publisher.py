@@ -22,7 +22,8 @@ from raylane.weights.memory.devices import Moment, PreparedCopy, lock_pages
 from raylane.weights.memory.slots import OpenSlot, SlotPlace
 from raylane.weights.memory.tensors import NamedTensors, Places, layout_of, writes_of
 from raylane.weights.service.answers import GenerationKey, WriteOrder
-from raylane.weights.service.client import MOST_KEEP, CatalogueClient, check_name, locked, whole_number
+from raylane.weights.service.client import CatalogueClient, locked
+from raylane.weights.state.options import MOST_KEEP, check_name, whole_number
 from raylane.weights.state.starts import PublisherKey, RankKey, RankRegistration
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import enum
 import threading
 import time
 import weakref
@@ -16,7 +15,7 @@ import torch
 from torch.nn import Module
 
 from raylane.core.deadline import Cancelled, Deadline
-from raylane.errors import WeightsError, WeightsInvalidError, WeightsLostError, WeightsTimeoutError
+from raylane.errors import WeightsError, WeightsLostError, WeightsTimeoutError
 from raylane.transport.link.endpoint import endpoint
 from raylane.weights.layout.boxes import View
 from raylane.weights.layout.mapping import Mapping, layout_of_record
@@ -36,23 +35,14 @@ from raylane.weights.memory.tensors import (
     target_regions,
 )
 from raylane.weights.service.answers import GenerationKey, VersionOffer
-from raylane.weights.service.client import CatalogueClient, cancellable, check_name, locked, whole_number
+from raylane.weights.service.client import CatalogueClient, cancellable, locked
+from raylane.weights.state.contents import ReaderState, check_state
+from raylane.weights.state.options import check_name, whole_number
 from raylane.weights.state.readers import NO_VERSION, VersionKey, key_of_reader
 
 APPLY = ("copy", "swap", "map")
 MOST_COPIES = 8
 """Number of copies that are kept prepared: one for each version that `keep` permits."""
-
-
-class ReaderState(enum.Enum):
-    """State of a reader's tensors."""
-
-    INITIAL = "initial"
-    """As the reader made them."""
-    VALID = "valid"
-    """One whole version."""
-    INVALID = "invalid"
-    """Parts of two versions, because an update broke off while it wrote; or what `invalidate` was called for."""
 
 
 @dataclass(frozen=True)
@@ -267,18 +257,7 @@ class Subscriber:
 
         `initial` is what it does before the first update: `refuse` raises, `allow` accepts the reader's own weights.
         """
-        if initial not in ("refuse", "allow"):
-            raise ValueError(f"initial must be 'refuse' or 'allow', got {initial!r}")
-        if self.state is ReaderState.INVALID:
-            raise WeightsInvalidError(
-                f"the tensors hold no whole version of {self.name!r}: an update broke off while it wrote, or "
-                "invalidate() was called. Update again before the model is used"
-            )
-        if self.state is ReaderState.INITIAL and initial == "refuse":
-            raise WeightsInvalidError(
-                f"the tensors hold no version of {self.name!r} yet. Update before the model is used, or accept its own "
-                "weights with check(initial='allow')"
-            )
+        check_state(self.name, self.state, initial)
 
     def invalidate(self) -> None:
         """Note that the tensors lost their values, as in a sleep that drops memory: the next update loads all again."""

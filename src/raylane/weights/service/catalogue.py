@@ -20,8 +20,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raylane import _ray
 from raylane.core.deadline import Deadline
-from raylane.errors import WeightsError, WeightsLostError, WeightsTimeoutError
+from raylane.errors import WeightsLostError, WeightsTimeoutError
 from raylane.weights.memory.slots import SlotPlace
+from raylane.weights.service.actors import NAMESPACE, actor_names, own_error, start_actor
 from raylane.weights.service.answers import GenerationKey, VersionInfo, VersionOffer, WriteOrder
 from raylane.weights.service.copies import PAUSE_S, Copies, answered
 from raylane.weights.service.keeper import Incarnation, Keeper, PartKind, Turn, when_job_ends
@@ -31,7 +32,6 @@ from raylane.weights.state.ledger import Generation, Ledger, Version, VersionSta
 from raylane.weights.state.readers import LeaseEvent, NamedReaders, ReaderInfo, ReaderKey, VersionKey
 from raylane.weights.state.starts import PublisherKey, RankKey, RankRegistration, StartKey, StartState
 
-NAMESPACE = "raylane-weights"
 KEEPER_NAME = "keeper of "
 """Beginning of the name of a keeper's actor; the rest is its job, or "all", and its host."""
 END_S = 10.0
@@ -63,34 +63,10 @@ def _kind(generation: Generation, part: str) -> PartKind:
     return PartKind(part, len(ranks), generation.part_bytes(part), generation.boxes_digest(part))
 
 
-def actor_names(begin: str) -> list[str]:
-    """Return the names of the catalogues and keepers of the cluster that begin so."""
-    actors = ray.util.list_named_actors(all_namespaces=True)
-    return [actor["name"] for actor in actors if actor["namespace"] == NAMESPACE and actor["name"].startswith(begin)]
-
-
-def own_error(error: ray.exceptions.RayTaskError) -> Exception:
-    """Return the error of weights that an actor has raised; another error as Ray wraps it."""
-    return error.cause if isinstance(error.cause, WeightsError) else error
-
-
 async def _answered(call: Any) -> None:
     """Wait for a call of a keeper, which may die meanwhile."""
     with contextlib.suppress(ray.exceptions.RayError):
         await call
-
-
-def start_actor(kind: type, name: str, *args: Any, **options: Any) -> Any:
-    """Return the actor of this name, which the first call in the cluster starts."""
-    actor = ray.remote(kind).options(
-        name=name,
-        namespace=NAMESPACE,
-        lifetime="detached",  # else it would end with the process that has started it
-        get_if_exists=True,
-        num_cpus=0,
-        **options,
-    )
-    return actor.remote(*args)
 
 
 class Catalogue:

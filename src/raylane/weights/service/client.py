@@ -1,13 +1,9 @@
-"""Calls of the catalogue from trainers, readers and commands: they wait within a deadline, and raise typed errors.
-
-Arguments of publishers and readers are checked here, too.
-"""
+"""Calls of the catalogue from trainers, readers and commands: they wait within a deadline, and raise typed errors."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import operator
 import os
 import threading
 import time
@@ -20,8 +16,9 @@ import ray
 from raylane import _ray
 from raylane.core.deadline import Cancellation, Deadline
 from raylane.errors import WeightsError, WeightsLostError, WeightsTimeoutError
+from raylane.weights.service.actors import NAMESPACE, actor_names, own_error, start_actor
 from raylane.weights.service.answers import VersionInfo
-from raylane.weights.service.catalogue import NAMESPACE, Catalogue, actor_names, own_error, start_actor
+from raylane.weights.service.catalogue import Catalogue
 from raylane.weights.service.reader_watch import CatalogueEnded
 from raylane.weights.state.readers import ReaderInfo
 
@@ -32,31 +29,6 @@ RETRY_S = 0.1
 """Seconds between two attempts to reach a catalogue that Ray starts again."""
 MARGIN_S = 5.0
 """Seconds that a caller waits beyond the deadline for the catalogue's own error, which says more."""
-MOST_KEEP = 64
-"""Largest number of versions that are kept: each takes a descriptor of the keeper, which serves all names of a host."""
-
-
-def check_name(name: Any) -> None:
-    """Raise TypeError or ValueError for a name of weights that is no text."""
-    if not isinstance(name, str):
-        raise TypeError(f"name must be a text, got {name!r}")
-    if not name:
-        raise ValueError("name must not be empty. Pass a name such as 'policy'")
-
-
-def whole_number(option: str, value: Any, least: int | None, most: int | None = None, why: str = "") -> int:
-    """Return a whole number of an option. ValueError names the option and what it accepts."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = None
-    if number is None or isinstance(value, bool):
-        raise ValueError(f"{option} must be a whole number, got {value!r}")
-    if least is not None and number < least:
-        raise ValueError(f"{option} must be at least {least}{why}, got {value}")
-    if most is not None and number > most:
-        raise ValueError(f"{option} must be at most {most}, got {value}")
-    return number
 
 
 class CatalogueClient:
