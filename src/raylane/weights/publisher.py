@@ -72,7 +72,7 @@ class Publisher:
             world: Number of ranks.
             dtype: Floating-point dtype to which floating-point tensors are converted; None: as they are.
             keep: Number of versions in memory, the one being written included; at least 2. Readers that map weights
-                hold a version until their next update, so give them one more.
+                use a version until their next update, so give them one more. Versions that are held come on top.
             delta: Copies to other hosts. `auto` sends only the elements that have changed where that is quicker by the
                 measured speed of the link, `always` wherever it is less, `never` whole versions. Same for all ranks.
             anchor_every: Every so many versions, one is sent whole. Same for all ranks.
@@ -162,7 +162,7 @@ class Publisher:
                 self._register(deadline)
                 order = self._begin(step, deadline)
             number, place = order.version.number, order.place
-            slot, copy, nbytes = self._slot(place)
+            slot, copy, nbytes = self._slot(place, order.slots)
             self._begin_writing(slot, place, step, number, deadline)
             written = 0
             try:
@@ -217,6 +217,24 @@ class Publisher:
         arguments = self.name, version, self._life, count, deadline.left_s()
         self._catalogue.call("wait_for_readers", *arguments, deadline=deadline)
 
+    def hold(self, version: int, *, timeout: float | None = None) -> None:
+        """Keep a version beyond `keep`, as the best checkpoint or a reference model, until `release` or `drop`.
+
+        Any rank may call it, for all of them; it stays held when the trainer ends. A held version takes memory of its
+        own from the next publication on: `RAYLANE_BUDGET_BYTES` counts it.
+
+        WeightsVersionError if the version is not there any more. WeightsError if 64 are kept already.
+        """
+        self._hold("hold", version, timeout)
+
+    def release(self, version: int, *, timeout: float | None = None) -> None:
+        """Let a version go that was held, by whichever rank. Ignores versions that are not held."""
+        self._hold("release", version, timeout)
+
+    def _hold(self, method: str, version: int, timeout: float | None) -> None:
+        whole_number("version", version, 1)
+        self._catalogue.call(method, self.name, version, self._life, "publisher", deadline=Deadline.of_call(timeout))
+
     def close(self) -> None:
         """Close this rank's end, after publications under way. Its versions stay."""
         with self._starting:
@@ -256,10 +274,10 @@ class Publisher:
             self._forget_slots()
             self._memory = memory
 
-    def _slot(self, place: SlotPlace) -> _WriteSlot:
-        """Return a slot; mapped once, so that its pages stay warm."""
+    def _slot(self, place: SlotPlace, slots: int) -> _WriteSlot:
+        """Return a slot, one of so many; mapped once, so that its pages stay warm."""
         assert self._stored is not None
-        if len(self._slots) == self._registration.keep and place.path not in self._slots:
+        if len(self._slots) >= slots and place.path not in self._slots:
             self._forget_slots()  # a keeper has died
         if place.path not in self._slots:
             slot = OpenSlot(place.path, place.ranks, private=False)

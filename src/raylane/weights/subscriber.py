@@ -168,32 +168,34 @@ class Subscriber:
         number: int | None = self._catalogue.call("newest", self.name, deadline=Deadline.of_call(None))
         return number
 
-    def update(self, *, timeout: float | None = None) -> Update:
-        """Take the newest version; wait for the first one if there is none yet. Returns what was done.
+    def update(self, *, version: int | None = None, timeout: float | None = None) -> Update:
+        """Take the newest version, or the `version` of this number; wait for it if it is not there yet.
 
         Raises:
-            WeightsTimeoutError: There is no version, or the ranks write faster than this reader reads.
+            WeightsTimeoutError: There is no such version yet, or the ranks write faster than this reader reads.
+            WeightsVersionError: The version of this number is gone; the message says which are there.
             WeightsLayoutError: The tensors do not fit; nothing was written.
             WeightsLostError: The name is unknown, or its memory is gone; the reader keeps what it has.
         """
-        return self.wait_for(1, timeout=timeout)
+        return self.wait_for(1 if version is None else version, exact=version is not None, timeout=timeout)
 
-    def wait_for(self, version: int, *, timeout: float | None = None) -> Update:
+    def wait_for(self, version: int, *, exact: bool = False, timeout: float | None = None) -> Update:
         """Wait until a version from this number on is there, and take the newest, which may be a later one.
 
-        Errors as those of `update`.
+        With `exact`, take the version of this number, also where there are later ones. Errors as those of `update`.
         """
-        return self.take(version, Deadline.of_call(timeout))
+        return self.take(version, Deadline.of_call(timeout), exact=exact)
 
-    def take(self, version: int, deadline: Deadline) -> Update:
+    def take(self, version: int, deadline: Deadline, *, exact: bool = False) -> Update:
         """Do the same as `wait_for` within a deadline. Nothing is written after its cancellation."""
-        whole_number("version", version, 0)
+        whole_number("version", version, 1 if exact else 0)
         began_ns = time.perf_counter_ns()
         with self._calling(deadline, "updated"):
             self._look_at_tensors()
             held = self._prefetched
-            if held is None or held.offer.number < version or any(slot.is_dropped() for slot in held.read):
-                held = self._hold(version, deadline)
+            other = held is None or (held.offer.number != version if exact else held.offer.number < version)
+            if held is None or other or any(slot.is_dropped() for slot in held.read):
+                held = self._hold(version, exact, deadline)
                 self._note_prefetched(held)
             self._prefetched, nbytes = None, 0
             number, step = held.offer.number, held.offer.step
@@ -212,21 +214,22 @@ class Subscriber:
                 endpoint().recorder.moved_weights("take weights", self.name, number, began_ns, nbytes)
         return Update(number, step, changed, nbytes, (time.perf_counter_ns() - began_ns) / 1e9)
 
-    def prefetch(self, version: int = 1, *, timeout: float | None = None) -> int:
+    def prefetch(self, version: int = 1, *, exact: bool = False, timeout: float | None = None) -> int:
         """Wait until a version from this number on is there; bring the newest to this host, and return its number.
 
-        The tensors are not touched, so a model may compute meanwhile. The next `update` takes this version at once.
-        Until then it cannot be overwritten, which may make the trainer wait; with `swap` it is copied into new memory
-        here already, and `update` only exchanges the memory. Errors as those of `update`.
+        With `exact`, bring the version of this number. The tensors are not touched, so a model may compute meanwhile.
+        The next `update` takes this version at once. Until then it cannot be overwritten, which may make the trainer
+        wait; with `swap` it is copied into new memory here already, and `update` only exchanges the memory. Errors as
+        those of `update`.
         """
-        return self.fetch(version, Deadline.of_call(timeout))
+        return self.fetch(version, Deadline.of_call(timeout), exact=exact)
 
-    def fetch(self, version: int, deadline: Deadline) -> int:
+    def fetch(self, version: int, deadline: Deadline, *, exact: bool = False) -> int:
         """Do the same as `prefetch` within a deadline."""
-        whole_number("version", version, 0)
+        whole_number("version", version, 1 if exact else 0)
         with self._calling(deadline, "prefetched"):
             self._look_at_tensors()
-            held = self._hold(version, deadline)
+            held = self._hold(version, exact, deadline)
             if deadline.cancellation is not None and deadline.cancellation.cancelled:
                 self._release(held.slots)
                 raise Cancelled
@@ -299,9 +302,9 @@ class Subscriber:
     def _join(self, deadline: Deadline) -> None:
         self._catalogue.call("join", self._key, deadline=deadline)
 
-    def _offer(self, at_least: int, deadline: Deadline) -> VersionOffer:
+    def _offer(self, version: int, deadline: Deadline, *, exact: bool = False) -> VersionOffer:
         def ask() -> VersionOffer:
-            arguments = self._key, self._version, at_least, self._generation, deadline.left_s()
+            arguments = self._key, self._version, version, exact, self._generation, deadline.left_s()
             offer: VersionOffer = self._catalogue.call("offer", *arguments, deadline=deadline)
             return offer
 
@@ -332,10 +335,10 @@ class Subscriber:
         valid = offer.key == self._version and self.state is ReaderState.VALID
         return valid and self._tensors.memory() == self._taken_memory  # else tensors were replaced
 
-    def _hold(self, version: int, deadline: Deadline) -> _HeldVersion:
-        """Wait for a version from this number on; hold the newest in slots of this host (none if it is in use)."""
+    def _hold(self, version: int, exact: bool, deadline: Deadline) -> _HeldVersion:
+        """Wait for this version, or the newest from it on; hold it in slots of this host (none if it is in use)."""
         while True:
-            offer = self._offer(version, deadline)
+            offer = self._offer(version, deadline, exact=exact)
             self._learn(offer)
             if self._has(offer):
                 return _HeldVersion(offer, {}, [])

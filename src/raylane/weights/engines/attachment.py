@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from raylane.weights.state.options import whole_number
 
 PAUSES = ("wait", "keep", "abort")
 
@@ -20,6 +23,23 @@ class EngineUpdate:
     pause_s: float
     """Seconds in which the engine computed nothing because of the update; with `wait`, after the last request."""
     seconds: float
+
+
+class WantedVersion(NamedTuple):
+    """Version that an update is to take."""
+
+    number: int
+    exact: bool
+    """False if a later one is taken where there is one."""
+
+    @classmethod
+    def of(cls, at_least: int, version: int | None) -> WantedVersion:
+        """Return what the options of an update say. ValueError if they contradict each other."""
+        if version is None:
+            return cls(whole_number("at_least", at_least, 0), exact=False)
+        if at_least not in (1, version):
+            raise ValueError(f"at_least={at_least} says nothing beside version={version}. Pass one of them")
+        return cls(whole_number("version", version, 1), exact=True)
 
 
 def check_pause(pause: str) -> None:

@@ -20,7 +20,7 @@ from torch.nn import Module
 
 from raylane.core.deadline import Deadline
 from raylane.errors import WeightsError, WeightsTimeoutError
-from raylane.weights.engines.attachment import EngineUpdate, check_pause
+from raylane.weights.engines.attachment import EngineUpdate, WantedVersion, check_pause
 from raylane.weights.layout.mapping import Mapping
 from raylane.weights.service.client import cancellable, locked
 from raylane.weights.subscriber import Subscriber
@@ -141,33 +141,37 @@ class ModuleAttachment:
                 self._answers.discard(answer)
                 self._changed.notify_all()
 
-    def update(self, *, at_least: int = 1, timeout: float | None = None) -> EngineUpdate:
-        """Take the newest version. May be called while other threads compute answers.
+    def update(self, *, at_least: int = 1, version: int | None = None, timeout: float | None = None) -> EngineUpdate:
+        """Take the newest version, or the `version` of this number. May be called while other threads compute answers.
 
-        Waits for a version of the number `at_least` or more, if there is none yet.
+        Waits for that version, or one of the number `at_least` or more, if it is not there yet.
 
         Raises:
+            WeightsVersionError: The version of this number is gone.
             WeightsTimeoutError: There is no version; or, with `wait` and `abort`, answers did not end in time. The
                 model keeps what it has.
             WeightsLayoutError: The published tensors do not fit the model; nothing was changed.
         """
-        return self._update(at_least, Deadline.of_call(timeout or self._timeout))
+        return self._update(WantedVersion.of(at_least, version), Deadline.of_call(timeout or self._timeout))
 
-    def _update(self, at_least: int, deadline: Deadline) -> EngineUpdate:
+    def _update(self, wanted: WantedVersion, deadline: Deadline) -> EngineUpdate:
         began_s = time.perf_counter()
-        number = self._subscriber.fetch(at_least, deadline)
+        number = self._subscriber.fetch(wanted.number, deadline, exact=wanted.exact)
         with self._nobody_answers(deadline) if self._pause != "keep" else contextlib.nullcontext():
             paused_s = time.perf_counter()
             with locked(self._step, deadline, f"the model was not updated to version {number} of {self.name!r}"):
-                update = self._subscriber.take(number, deadline)
+                update = self._subscriber.take(number, deadline, exact=wanted.exact)
             ended_s = time.perf_counter()
         return EngineUpdate(
             update.version, update.step, update.changed, update.nbytes, ended_s - paused_s, ended_s - began_s
         )
 
-    async def update_async(self, *, at_least: int = 1, timeout: float | None = None) -> EngineUpdate:
+    async def update_async(
+        self, *, at_least: int = 1, version: int | None = None, timeout: float | None = None
+    ) -> EngineUpdate:
         """Do the same as `update` on a thread, without blocking the event loop."""
-        return await cancellable(lambda deadline: self._update(at_least, deadline), timeout or self._timeout)
+        wanted = WantedVersion.of(at_least, version)
+        return await cancellable(lambda deadline: self._update(wanted, deadline), timeout or self._timeout)
 
     def check(self, *, initial: str = "refuse") -> None:
         """Raise WeightsInvalidError if the model holds no whole version, as `Subscriber.check`."""

@@ -11,7 +11,7 @@ import ray
 
 from raylane.core.deadline import Deadline
 from raylane.errors import WeightsError, WeightsInvalidError, WeightsTimeoutError
-from raylane.weights.engines.attachment import EngineUpdate, check_pause
+from raylane.weights.engines.attachment import EngineUpdate, WantedVersion, check_pause
 from raylane.weights.engines.vllm_plugin import WORKER_METHOD
 from raylane.weights.engines.vllm_worker import raise_error
 
@@ -106,13 +106,14 @@ class VllmReaders:
         if not self._is_async:
             run_now(self._attach())
 
-    def update(self, *, at_least: int = 1, timeout: float | None = None) -> EngineUpdate:
-        """Take the newest version into an `LLM`. For an `AsyncLLM`, await `update_async`.
+    def update(self, *, at_least: int = 1, version: int | None = None, timeout: float | None = None) -> EngineUpdate:
+        """Take the newest version, or the `version` of this number, into an `LLM`.
 
-        Waits for a version of the number `at_least` or more, if there is none yet. When it returns, all workers have
-        the version.
+        For an `AsyncLLM`, await `update_async`. Waits for that version, or one of the number `at_least` or more, if it
+        is not there yet. When it returns, all workers have the version.
 
         Raises:
+            WeightsVersionError: The version of this number is gone.
             WeightsTimeoutError: There is no version; or it was not here within `timeout` seconds. The engine goes on.
             WeightsLayoutError: The published tensors do not fit the model; nothing was changed.
             WeightsInvalidError: Only some of the workers have exchanged their weights. Start the engine again.
@@ -120,18 +121,21 @@ class VllmReaders:
         """
         if self._is_async:
             raise TypeError("the engine is an AsyncLLM: await update_async()")
-        return run_now(self.update_async(at_least=at_least, timeout=timeout))
+        return run_now(self.update_async(at_least=at_least, version=version, timeout=timeout))
 
-    async def update_async(self, *, at_least: int = 1, timeout: float | None = None) -> EngineUpdate:
-        """Take the newest version into an `AsyncLLM` that answers requests. Errors as those of `update`."""
+    async def update_async(
+        self, *, at_least: int = 1, version: int | None = None, timeout: float | None = None
+    ) -> EngineUpdate:
+        """Do the same as `update` for an `AsyncLLM` that answers requests. Errors as those of `update`."""
+        wanted = WantedVersion.of(at_least, version)
         began_s, deadline = time.perf_counter(), Deadline.of_call(timeout or self._timeout)
         async with self._updating:
             if not self._attached:  # an AsyncLLM cannot be called while `attach` runs
                 await self._attach()
-            return await self._take(at_least, deadline, began_s)
+            return await self._take(wanted, deadline, began_s)
 
-    async def _take(self, at_least: int, deadline: Deadline, began_s: float) -> EngineUpdate:
-        """Bring the newest version into all workers; `began_s` is when the update began."""
+    async def _take(self, wanted: WantedVersion, deadline: Deadline, began_s: float) -> EngineUpdate:
+        """Bring a version into all workers; `began_s` is when the update began."""
         raise NotImplementedError
 
     async def _attach(self) -> None:
@@ -149,10 +153,10 @@ class VllmReaders:
         """Call a method of the readers."""
         return await self._calls.workers(method, {"reader": self._reader, **options})
 
-    async def _prepared_version(self, version: int, deadline: Deadline) -> int:
-        """Let all workers prepare the newest version from this number on, the same one; return its number."""
+    async def _prepared_version(self, wanted: WantedVersion, deadline: Deadline) -> int:
+        """Let all workers prepare the wanted version, the same one; return its number."""
         while True:
-            options = {"version": version, "timeout": deadline.left_s()}
+            options = {"version": wanted.number, "exact": wanted.exact, "timeout": deadline.left_s()}
             raise_error(await self._call_workers("prepare", options))
             while True:
                 answers = await self._call_workers("prepared", {})
@@ -169,7 +173,9 @@ class VllmReaders:
             if len(set(numbers)) == 1:
                 self._pending_life = answers[0]["life"] or self._pending_life
                 return int(numbers[0])
-            version = max(numbers)  # a version was published meanwhile, and some workers have the one before
+            wanted = WantedVersion(
+                max(numbers), exact=False
+            )  # a version was published meanwhile, and some workers have the one before
 
     async def invalidate_async(self) -> None:
         """Note that the engine lost its weights, as in a sleep of level 2: the next update loads all again."""
@@ -200,10 +206,10 @@ class VllmAttachment(VllmReaders):
         self._pause, self._clear_cache, self._invalid = pause, clear_cache, False
         super().__init__(engine, name, reader="", **options)
 
-    async def _take(self, at_least: int, deadline: Deadline, began_s: float) -> EngineUpdate:
+    async def _take(self, wanted: WantedVersion, deadline: Deadline, began_s: float) -> EngineUpdate:
         if self._invalid:
             raise WeightsInvalidError(f"the workers of this engine use different versions of {self.name!r}. Restart it")
-        number = await self._prepared_version(at_least, deadline)
+        number = await self._prepared_version(wanted, deadline)
         paused_s = time.perf_counter()
         try:
             await self._calls.pause(self._pause, clear_cache=self._clear_cache)

@@ -152,6 +152,17 @@ class OpenSlot:
             _WORD.pack_into(self._segment.view, _word_at(rank), number)
         lock(self._fd, READ)
 
+    def empty(self, newest: int) -> None:
+        """Free the pages of the part, unless somebody holds or writes it, or it has a later version than `newest`."""
+        if not lock(self._fd, WRITE, PAGE_BYTES, self._ranks * _WORD.size):
+            return
+        numbers = self.numbers()
+        if 0 < max(numbers) <= newest:
+            for rank in range(self._ranks):
+                _WORD.pack_into(self._segment.view, _word_at(rank), 0)
+            self._segment.discard(data_offset(self._ranks))
+        self.release()
+
     def hold(self, number: int) -> None:
         """Keep everybody from writing until `release`. StaleSlot if the slot does not hold this version whole."""
         # Looked at before, too, as a release would end what this process holds of another version.

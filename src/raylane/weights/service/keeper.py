@@ -6,6 +6,7 @@ It decides nothing. Slots live in a process of their own so that a version outli
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import threading
 import time
@@ -235,6 +236,18 @@ class Keeper:
                 slot = self._open.pop(segment.path, None)
                 if slot is not None:
                     slot.close()
+
+    async def empty(self, path: str, newest: int) -> None:
+        """Free the memory of a slot, unless somebody uses it, or it has a later version than `newest` by now."""
+        await asyncio.to_thread(self._empty, path, newest)
+
+    def _empty(self, path: str, newest: int) -> None:
+        with contextlib.suppress(WeightsLostError, OSError):  # it was given up
+            slot = self._reopen(path)  # for a lock of its own
+            try:
+                slot.empty(newest)
+            finally:
+                slot.close()
 
     # Copies
 
