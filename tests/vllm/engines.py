@@ -122,7 +122,7 @@ class Engine:
 
     def attach(self, **options: Any) -> None:
         """Make the engine a reader."""
-        self._attachment = weights.attach(self._engine, "policy", **options)
+        self._attachment = weights.attach(self._engine, "policy", **{"initial": "allow", **options})
 
     def update(self, timeout: float = 60) -> weights.EngineUpdate:
         """Take the newest version."""
@@ -157,7 +157,7 @@ class AsyncEngine:
 
     def attach(self, **options: Any) -> None:
         """Make the engine a reader."""
-        self._attachment = weights.attach(self._engine, "policy", **options)
+        self._attachment = weights.attach(self._engine, "policy", **{"initial": "allow", **options})
 
     async def update(self, timeout: float = 60) -> weights.EngineUpdate:
         """Take the newest version."""

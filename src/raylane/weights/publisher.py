@@ -10,7 +10,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import ray
-import torch
 
 from raylane.core.deadline import Deadline
 from raylane.core.process.place import here
@@ -20,7 +19,7 @@ from raylane.weights.chunks.delta import DeltaOptions
 from raylane.weights.layout.boxes import StoredLayout
 from raylane.weights.memory.devices import Moment, PreparedCopy, lock_pages
 from raylane.weights.memory.slots import OpenSlot, SlotPlace
-from raylane.weights.memory.tensors import NamedTensors, Places, layout_of, writes_of
+from raylane.weights.memory.tensors import NamedTensors, Places, PublishedDtype, layout_of, published_dtypes, writes_of
 from raylane.weights.service.answers import GenerationKey, WriteOrder
 from raylane.weights.service.client import CatalogueClient, locked
 from raylane.weights.state.options import MOST_KEEP, check_name, whole_number
@@ -49,7 +48,7 @@ class Publisher:
         *,
         rank: int = 0,
         world: int = 1,
-        dtype: torch.dtype | None = None,
+        dtype: PublishedDtype = None,
         keep: int = 2,
         delta: str = "auto",
         anchor_every: int = 50,
@@ -70,7 +69,10 @@ class Publisher:
             model: A module, or a dict of tensors by name. Tied tensors are stored once.
             rank: Number of this rank.
             world: Number of ranks.
-            dtype: Floating-point dtype to which floating-point tensors are converted; None: as they are.
+            dtype: Floating-point dtype to which floating-point tensors are converted; None: as they are. Or a dict of
+                dtypes by regular expression: of those found in the name of a tensor the first counts, None leaves it as
+                it is, and so are tensors without one. Dtypes of one byte, such as float8, are accepted in a dict only:
+                values are converted without a scale.
             keep: Number of versions in memory, the one being written included; at least 2. Readers that map weights
                 use a version until their next update, so give them one more. Versions that are held come on top.
             delta: Copies to other hosts. `auto` sends only the elements that have changed where that is quicker by the
@@ -97,17 +99,13 @@ class Publisher:
         whole_number("anchor_every", anchor_every, 1)
         if max_lag is not None:
             whole_number("max_lag", max_lag, 0)
-        if dtype is not None and not (getattr(dtype, "is_floating_point", False) and dtype.itemsize > 1):
-            raise ValueError(
-                f"dtype must be a floating-point dtype of two bytes or more such as torch.bfloat16, got {dtype!r}; "
-                "quantise weights with their scales before they are published"
-            )
         options = DeltaOptions(delta, anchor_every)
         options.check()
         self.name = name
         self.rank, self.world, self._max_lag = rank, world, max_lag
         self._tensors = NamedTensors(model)
-        layout = layout_of(self._tensors.distinct(), places, dtype)
+        tensors = self._tensors.distinct()
+        layout = layout_of(tensors, places, published_dtypes(tensors, dtype, whole=world == 1))
         if not layout:
             raise ValueError(f"the model published as {name!r} has no tensors. Pass a module or a dict that has some")
         self._catalogue = CatalogueClient(detached=detached)

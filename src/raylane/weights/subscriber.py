@@ -124,7 +124,7 @@ class Subscriber:
         """Record of the mapping; None until the layout of the trainer is known, or without a mapping."""
         self._regions: Regions = ()
         """Regions of the tensors into which the pieces of the plan go."""
-        self._layout = layout_of(self._tensors.distinct(), places, None) if mapping is None else {}
+        self._layout = layout_of(self._tensors.distinct(), places) if mapping is None else {}
         self._catalogue = CatalogueClient(detached=detached, job=job)
         self._key = key_of_reader(name, ray.get_runtime_context().get_node_id())
         self._turn = 0
@@ -267,6 +267,14 @@ class Subscriber:
         with self._calling(Deadline.of_call(None), "invalidated"):
             self.state = ReaderState.INVALID
             self._sources.copies.clear()
+
+    def reload(self, *, timeout: float | None = None) -> Update:
+        """Load the version that the tensors have again, whatever they hold by now.
+
+        WeightsVersionError if it is gone: `update` takes another one. Other errors as those of `update`.
+        """
+        self.invalidate()
+        return self.update(version=max(self.version, 1), timeout=timeout)
 
     def close(self) -> None:
         """Leave, after a call under way. Later updates raise WeightsError; a second call does nothing.

@@ -27,6 +27,7 @@ def attach(
     subset: bool = False,
     lora: Any = None,
     keep: int | None = None,
+    initial: str = "refuse",
     detached: bool = False,
     timeout: float | None = None,
 ) -> Any:
@@ -51,6 +52,9 @@ def attach(
             effect.
         keep: With `lora`: number of the newest versions that requests may name; None means vLLM's max_cpu_loras, and
             at least 2.
+        initial: What the engine does before the first update: `refuse` refuses requests with WeightsInvalidError, so
+            that nobody gets answers of its initial weights; `allow` accepts them. With `lora` it has no effect, as
+            requests name their version.
         detached: As for `Publisher`.
         timeout: Seconds of each update; None means RAYLANE_TIMEOUT_S (60 s).
 
@@ -68,12 +72,11 @@ def attach(
     ):
         if is_set and not is_known:
             raise ValueError(f"{option} cannot be used for {type(engine).__name__}{_HINTS[option]}")
+    options: dict[str, Any] = {"pause": pause, "initial": initial, "detached": detached, "timeout": timeout}
     if isinstance(engine, Module):
         from raylane.weights.engines.module import ModuleAttachment
 
-        return ModuleAttachment(
-            engine, name, pause=pause, mapping=mapping, subset=subset, detached=detached, timeout=timeout
-        )
+        return ModuleAttachment(engine, name, mapping=mapping, subset=subset, **options)
     if hasattr(engine, "collective_rpc") and lora is not None:
         from raylane.weights.engines.vllm_lora import LoraAttachment
 
@@ -81,7 +84,7 @@ def attach(
     if hasattr(engine, "collective_rpc"):
         from raylane.weights.engines.vllm_engine import VllmAttachment
 
-        return VllmAttachment(engine, name, pause=pause, clear_cache=clear_cache, detached=detached, timeout=timeout)
+        return VllmAttachment(engine, name, clear_cache=clear_cache, **options)
     raise TypeError(
         f"an engine is vLLM's LLM or AsyncLLM, or a torch module, got {type(engine).__name__}. Use weights.Subscriber "
         "for others"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from raylane.weights.state.options import whole_number
 
@@ -46,3 +48,19 @@ def check_pause(pause: str) -> None:
     """Raise ValueError for an unknown pause."""
     if pause not in PAUSES:
         raise ValueError(f"pause must be one of {', '.join(PAUSES)}, got {pause!r}")
+
+
+def replace_method(owner: Any, method: str, call: Callable[..., Any]) -> Callable[[], None]:
+    """Let `call` take the place of a method, which is its first argument; return a function that undoes it."""
+    before = getattr(owner, method)
+    had_its_own = method in vars(owner)
+    replacement = functools.update_wrapper(functools.partial(call, before), before)  # generate() reads the signature
+    setattr(owner, method, replacement)
+
+    def undo() -> None:
+        if vars(owner).get(method) is replacement:  # else another library has wrapped it too
+            delattr(owner, method)
+            if had_its_own:
+                setattr(owner, method, before)
+
+    return undo

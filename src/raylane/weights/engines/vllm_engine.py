@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 import ray
 
 from raylane.core.deadline import Deadline
 from raylane.errors import WeightsError, WeightsInvalidError, WeightsTimeoutError
-from raylane.weights.engines.attachment import EngineUpdate, WantedVersion, check_pause
+from raylane.weights.engines.attachment import EngineUpdate, WantedVersion, check_pause, replace_method
 from raylane.weights.engines.vllm_plugin import WORKER_METHOD
 from raylane.weights.engines.vllm_worker import raise_error
+from raylane.weights.state.contents import ReaderState, check_initial, check_state
 
 _T = TypeVar("_T")
 POLL_S = 0.005
@@ -197,14 +198,60 @@ class VllmReaders:
 class VllmAttachment(VllmReaders):
     """A vLLM engine that reads weights. Made by `weights.attach`.
 
-    A version is prepared while queued requests are computed, and exchanged between two steps.
+    A version is prepared while queued requests are computed, and exchanged between two steps. Requests are refused
+    before the first update, and after a sleep of level 2, in which vLLM drops the weights, until the next one.
+
+    Attributes:
+        state: `ReaderState` of the engine's weights.
     """
 
-    def __init__(self, engine: Any, name: str, *, pause: str, clear_cache: bool, **options: Any) -> None:
+    def __init__(
+        self, engine: Any, name: str, *, pause: str, clear_cache: bool, initial: str = "refuse", **options: Any
+    ) -> None:
         """Let the workers register. `options` as for `VllmReaders`."""
         check_pause(pause)
-        self._pause, self._clear_cache, self._invalid = pause, clear_cache, False
+        check_initial(initial)
+        self._pause, self._clear_cache, self._invalid, self._initial = pause, clear_cache, False, initial
+        self.state = ReaderState.INITIAL
         super().__init__(engine, name, reader="", **options)
+        # Each request passes here right before it is counted as under way.
+        processor = getattr(engine, "llm_engine", engine).output_processor
+        sleep = self._sleep_async if self._is_async else self._sleep
+        self._undo = [replace_method(processor, "add_request", self._check_and_add)]
+        if hasattr(engine, "sleep"):
+            self._undo.append(replace_method(engine, "sleep", sleep))
+
+    def check(self, *, initial: str = "refuse") -> None:
+        """Raise WeightsInvalidError if the engine holds no whole version, as `Subscriber.check`."""
+        check_state(self.name, self.state, initial)
+
+    def _check_and_add(self, add_request: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.check(initial=self._initial)
+        return add_request(*args, **kwargs)
+
+    def _sleep(self, sleep: Callable[..., Any], level: int = 1, *args: Any, **kwargs: Any) -> Any:
+        """Call vLLM's own `sleep`. From level 2 on it drops the weights."""
+        if level > 1:
+            self.invalidate()
+        return sleep(level, *args, **kwargs)
+
+    async def _sleep_async(self, sleep: Callable[..., Any], level: int = 1, *args: Any, **kwargs: Any) -> Any:
+        if level > 1:
+            await self.invalidate_async()
+        return await sleep(level, *args, **kwargs)
+
+    async def invalidate_async(self) -> None:
+        """Note that the engine lost its weights: requests are refused until the next update, which loads all again."""
+        self.state = ReaderState.INVALID
+        if self._attached:
+            await super().invalidate_async()
+
+    async def close_async(self) -> None:
+        """Leave; the engine keeps its weights, and accepts requests again."""
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+        await super().close_async()
 
     async def _take(self, wanted: WantedVersion, deadline: Deadline, began_s: float) -> EngineUpdate:
         if self._invalid:
@@ -218,8 +265,10 @@ class VllmAttachment(VllmReaders):
             taken = {each.get("version") for each in answers}
             if taken != {number}:
                 self._invalid = len(answers) > 1
+                self.state = ReaderState.INVALID if self._invalid else self.state
                 raise_error(answers)
                 raise WeightsInvalidError(f"the workers of this engine took versions {taken}. Start it again")
+            self.state = ReaderState.VALID
             await self._calls.set_version(number)
         finally:
             if not self._invalid:  # workers with different weights must not answer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 import sys
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
@@ -42,6 +43,8 @@ The C library kept 1.1 GB for 64 MB of weights that were replaced again and agai
 PLAIN = {torch.Tensor, Parameter}
 """Types of tensors that are no DTensors."""
 _dtype, _shape = operator.attrgetter("dtype"), operator.attrgetter("shape")
+PublishedDtype = torch.dtype | Mapping[str, torch.dtype | None] | None
+"""One dtype for all tensors, or dtypes by regular expression; None: as they are."""
 Places = Mapping[str, Part] | Callable[[str, torch.Tensor], Part | None] | None
 
 
@@ -339,10 +342,47 @@ class PublishedTensors(NamedTensors):
         self.version = prepared | {name: prepared[first] for name, first in self._further.items()}
 
 
+def published_dtypes(
+    tensors: Mapping[str, torch.Tensor], dtype: PublishedDtype, *, whole: bool = True
+) -> dict[str, torch.dtype]:
+    """Return the dtype in which each tensor is published, as `Publisher` describes. ValueError for what it refuses.
+
+    With `whole`, the tensors are all of a model, so that each pattern has to decide on one of them.
+    """
+    by_pattern = dtype if isinstance(dtype, Mapping) else {"": dtype}
+    compiled = []
+    for pattern, target in by_pattern.items():
+        try:
+            compiled.append((re.compile(pattern), target))
+        except (re.error, TypeError) as error:
+            raise ValueError(f"dtype has the key {pattern!r}, which is no regular expression: {error}") from None
+        if target is not None and not getattr(target, "is_floating_point", False):
+            raise ValueError(f"dtype must be a floating-point dtype such as torch.bfloat16, got {target!r}")
+        if target is not None and target.itemsize == 1 and dtype is target:
+            raise ValueError(
+                f"dtype must have two bytes or more, got {target!r}: quantise weights with their scales before they "
+                "are published, or name the tensors that are to be converted without a scale: dtype={pattern: dtype}"
+            )
+    used: set[re.Pattern[str]] = set()
+    dtypes = {}
+    for name, tensor in tensors.items():
+        found = next(((pattern, target) for pattern, target in compiled if pattern.search(name)), None)
+        used.update(() if found is None else {found[0]})
+        target = None if found is None or not tensor.dtype.is_floating_point else found[1]
+        dtypes[name] = target or tensor.dtype
+    unused = [pattern.pattern for pattern, _ in compiled if pattern not in used]
+    if whole and unused and dtype is by_pattern:
+        raise ValueError(
+            f"dtype has patterns that decide on no tensor: {listed(unused)}. The first pattern that is found in a name "
+            f"counts; the names are {listed(list(tensors))}"
+        )
+    return dtypes
+
+
 def layout_of(
-    tensors: Mapping[str, torch.Tensor], places: Places, dtype: torch.dtype | None
+    tensors: Mapping[str, torch.Tensor], places: Places, dtypes: Mapping[str, torch.dtype] | None = None
 ) -> dict[str, TensorLayout]:
-    """Return the layout of a rank's tensors. Floating-point tensors count as `dtype` where it is given.
+    """Return the layout of a rank's tensors, which count as of these dtypes (None: as they are).
 
     WeightsLayoutError for a DTensor of partial sums, and for a part that does not lie in its whole tensor.
     """
@@ -354,7 +394,7 @@ def layout_of(
             raise ValueError(f"places has no tensors of the names {listed(unknown)}; there are {listed(list(tensors))}")
     layout = {}
     for name, tensor in tensors.items():
-        cast = dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
+        cast = tensor.dtype if dtypes is None else dtypes[name]
         shape = tuple(tensor.shape)
         held: tuple[HeldBox, ...]
         if hasattr(tensor, "placements"):

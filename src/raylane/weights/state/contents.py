@@ -7,7 +7,7 @@ import enum
 from raylane.errors import WeightsInvalidError
 
 INITIAL = ("refuse", "allow")
-"""What `check` does before the first update."""
+"""What `check` and engines do before the first update."""
 
 
 class ReaderState(enum.Enum):
@@ -21,10 +21,15 @@ class ReaderState(enum.Enum):
     """Parts of two versions, because an update broke off while it wrote; or what `invalidate` was called for."""
 
 
-def check_state(name: str, state: ReaderState, initial: str) -> None:
-    """Raise WeightsInvalidError if the tensors of a reader hold no whole version; `initial` is one of `INITIAL`."""
+def check_initial(initial: str) -> None:
+    """Raise ValueError for an unknown value of `initial`."""
     if initial not in INITIAL:
         raise ValueError(f"initial must be 'refuse' or 'allow', got {initial!r}")
+
+
+def check_state(name: str, state: ReaderState, initial: str) -> None:
+    """Raise WeightsInvalidError if the tensors of a reader hold no whole version; `initial` is one of `INITIAL`."""
+    check_initial(initial)
     if state is ReaderState.INVALID:
         raise WeightsInvalidError(
             f"the tensors hold no whole version of {name!r}: an update broke off while it wrote, or invalidate() was "
@@ -33,5 +38,5 @@ def check_state(name: str, state: ReaderState, initial: str) -> None:
     if state is ReaderState.INITIAL and initial == "refuse":
         raise WeightsInvalidError(
             f"the tensors hold no version of {name!r} yet. Update before the model is used, or accept its own weights "
-            "with check(initial='allow')"
+            "with initial='allow'"
         )
