@@ -278,7 +278,7 @@ class Publisher:
         if len(self._slots) >= slots and place.path not in self._slots:
             self._forget_slots()  # a keeper has died
         if place.path not in self._slots:
-            slot = OpenSlot(place.path, place.ranks, private=False)
+            slot = OpenSlot(place.path, place.ranks)
             tensors = self._tensors.distinct()
             if any(tensor.is_cuda for tensor in tensors.values()):
                 lock_pages(slot.memory(), slot)

@@ -15,6 +15,7 @@ import torch
 from torch.nn import Module
 
 from raylane.core.deadline import Cancelled, Deadline
+from raylane.core.memory.windows import StagedFile
 from raylane.errors import WeightsError, WeightsLostError, WeightsTimeoutError
 from raylane.transport.link.endpoint import endpoint
 from raylane.weights.layout.boxes import View
@@ -23,7 +24,7 @@ from raylane.weights.layout.plan import Plan, make_plans
 from raylane.weights.layout.recording import Record
 from raylane.weights.memory.devices import PreparedCopy
 from raylane.weights.memory.slots import POLL_S, OpenSlot, StaleSlot
-from raylane.weights.memory.sources import Sources
+from raylane.weights.memory.sources import MappedParts, Sources
 from raylane.weights.memory.tensors import (
     NamedTensors,
     Places,
@@ -70,6 +71,16 @@ class _HeldVersion(NamedTuple):
     """Slots that have the version."""
     prepared: Any = None
     """New memory for which the tensors are exchanged, where the version has been copied already."""
+    staged: dict[str, StagedFile] | None = None
+    """Slots by part that windows are to show, where tensors are mapped and the version was prefetched."""
+
+    def by_part(self) -> dict[str, OpenSlot]:
+        """Return the slot of each part."""
+        return dict(zip(self.paths, self.slots, strict=True))
+
+    def stage(self) -> dict[str, StagedFile]:
+        """Map the slots for windows."""
+        return {part: slot.stage() for part, slot in self.by_part().items()}
 
 
 class Subscriber:
@@ -131,7 +142,10 @@ class Subscriber:
         """Number of updates that the catalogue was told of."""
         self._plan: Plan | None = None
         self._generation: GenerationKey | None = None
-        self._sources = Sources(private=apply == "map")
+        self._sources = Sources()
+        self._windows = MappedParts()
+        self._placed: list[torch.Tensor] | None = None
+        """Pieces of the windows in which the tensors lie."""
         self._memory: tuple[list[Any], ...] = ()
         """Memory for which the copies of `_sources` are prepared."""
         self._taken_memory: tuple[list[Any], ...] = ()
@@ -205,7 +219,6 @@ class Subscriber:
                     with deadline.writing():
                         nbytes = self._apply(held)
                         self._version, self.state = held.offer.key, ReaderState.VALID
-                        self._taken_memory = self._tensors.memory()
                 except Cancelled:
                     self._release(held.slots)
                     raise
@@ -233,6 +246,8 @@ class Subscriber:
             if deadline.cancellation is not None and deadline.cancellation.cancelled:
                 self._release(held.slots)
                 raise Cancelled
+            if held.slots and self.apply == "map":
+                held = held._replace(staged=held.stage())
             if held.slots and self.apply == "swap":
                 self._prefetched = None  # its memory is free before more is taken
                 try:
@@ -285,6 +300,7 @@ class Subscriber:
             self._closed = True
             self._leave()
             self._sources.close()
+            self._windows.forget()
             self._prefetched = None
             self._mapped.clear()
 
@@ -336,6 +352,7 @@ class Subscriber:
             (self._plan,) = make_plans(offer.stored, [layout_of_record(self._record, offer.stored)], subset=True)
             self._regions = mapped_regions(self._plan, self._record)
         self._sources.forget_views()
+        self._windows.forget()
         self._generation = offer.generation
 
     def _has(self, offer: VersionOffer) -> bool:
@@ -392,14 +409,15 @@ class Subscriber:
         """Bring a version into the tensors; release it unless they are mapped. Return the bytes that were copied."""
         assert self._plan is not None
         try:
-            if held.prepared is not None:
-                self._tensors.exchange(held.prepared)
-            elif self.apply != "map":
-                self._copy(held.paths)
-            else:
-                self._map(self._sources.pieces(self._plan, held.paths))
+            if self.apply == "map":
+                self._map(held)
                 self._mapped, held = held.slots, held._replace(slots=self._mapped)
                 return 0
+            if held.prepared is not None:
+                self._tensors.exchange(held.prepared)
+                self._taken_memory = self._tensors.memory()
+            else:
+                self._taken_memory = self._copy(held.paths)
             return self._plan.nbytes
         finally:
             self._release(held.slots)
@@ -421,8 +439,11 @@ class Subscriber:
             paths |= copied
         return paths
 
-    def _copy(self, paths: dict[str, str]) -> None:
-        """Write the version in these slots into the tensors, or into new memory that they get at the end."""
+    def _copy(self, paths: dict[str, str]) -> tuple[list[Any], ...]:
+        """Write the version in these slots into the tensors, or into new memory that they get at the end.
+
+        Return the memory of the tensors afterwards.
+        """
         assert self._plan is not None
         memory, key = self._tensors.memory(), tuple(paths.values())
         copies = self._sources.copies
@@ -434,11 +455,12 @@ class Subscriber:
             tensors = self._tensors.distinct()
             if self.apply == "swap" or any(tensor.is_meta for tensor in tensors.values()):
                 self._tensors.exchange(self._new_memory(paths))
-                return
+                return self._tensors.memory()
             copies[key] = self._prepare(paths, tensors)
         self.state = ReaderState.INVALID  # until the caller notes that all was written
         copies[key].run(self._tensors.distinct)
         self._fill_constants(self._tensors.distinct())
+        return memory
 
     def _new_memory(self, paths: dict[str, str]) -> Any:
         """Write the version in these slots into new memory; return what the tensors are exchanged for."""
@@ -459,8 +481,22 @@ class Subscriber:
         assert self._plan is not None
         return PreparedCopy(self._regions, tensors, self._sources.pieces(self._plan, paths), to_slot=False)
 
-    def _map(self, pieces: list[torch.Tensor]) -> None:
-        """Let the tensors lie in the memory of a version."""
+    def _map(self, held: _HeldVersion) -> None:
+        """Let the tensors lie in windows that show a version; those that lie there stay where they are."""
+        assert self._plan is not None
+        staged = held.stage() if held.staged is None else held.staged
+        pieces = self._windows.pieces(self._plan, held.by_part())
+        placed = pieces is self._placed and self._tensors.memory() == self._taken_memory
+        views = {} if placed else self._views_to_map(pieces)
+        self.state = ReaderState.INVALID  # until the caller notes that all was shown
+        self._windows.show(staged)
+        if not placed:
+            for name, view in views.items():
+                self._tensors.set_memory(name, view)
+            self._placed, self._taken_memory = pieces, self._tensors.memory()
+
+    def _views_to_map(self, pieces: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the memory in which each tensor is to lie. WeightsError for tensors that cannot be mapped."""
         tensors = self._tensors.distinct()
         stored_of: dict[str, list[torch.Tensor]] = {}
         for (name, place), view in zip(self._regions, pieces, strict=True):
@@ -476,5 +512,4 @@ class Subscriber:
                     f"{name!r} cannot be mapped: it is stored in {len(stored)} pieces as {view.dtype}, and the reader "
                     f"has {target.dtype}. Use apply='copy', or the publisher's layout and dtype"
                 )
-        for name, stored in stored_of.items():
-            self._tensors.set_memory(name, stored[0])
+        return {name: stored[0] for name, stored in stored_of.items()}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import operator
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -63,6 +65,18 @@ def inner_of(tensor: Any) -> torch.Tensor:
     """Return the tensor of this process: the local part of a DTensor."""
     inner: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return inner
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Make many objects at once without Python's search for cycles, which takes longer than to make them."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _kind(tensor: Any) -> _Kind:
@@ -160,9 +174,12 @@ class NamedTensors:
 
         WeightsLayoutError if names were added or removed, or if other tensors are tied now.
         """
-        homes = _homes_of(self._model)
+        with _uncollected():
+            homes, ties = _homes_of(self._model), None
+            if homes.keys() == self._homes.keys():
+                ties = _ties(homes)
         again = "Make a new publisher or subscriber"
-        if homes.keys() != self._homes.keys():
+        if ties is None:
             added, removed = homes.keys() - self._homes.keys(), self._homes.keys() - homes.keys()
             changes = [
                 f"{text} {listed(sorted(names))}" for text, names in (("added", added), ("removed", removed)) if names
@@ -170,7 +187,6 @@ class NamedTensors:
             raise WeightsLayoutError(
                 f"the model has other tensors than at its registration: {'; '.join(changes)}. {again}"
             )
-        ties = _ties(homes)
         if ties != self.same:
             changed = sorted({*ties.items()} ^ {*self.same.items()})
             texts = [
@@ -262,7 +278,9 @@ class NamedTensors:
         if set(map(type, tensors)) - PLAIN:
             self.check(meta=True)  # else torch would raise errors of its own
             tensors = [inner_of(tensor) for tensor in tensors]
-        return tuple(list(map(read, tensors)) for read in (torch.Tensor.data_ptr, _shape, torch.Tensor.stride, _dtype))
+        reads = (torch.Tensor.data_ptr, _shape, torch.Tensor.stride, _dtype)
+        with _uncollected():
+            return tuple(list(map(read, tensors)) for read in reads)
 
     def set_memory(self, name: str, memory: torch.Tensor) -> None:
         """Let a tensor lie in other memory of its shape and dtype. One on the meta device is replaced."""

@@ -395,4 +395,4 @@ class Keeper:
         ranks = [at[1].ranks for at, slots in self._slots.items() if path in [slot.path for slot in slots]]
         if not ranks:
             raise WeightsLostError(f"this host has given up the slot {path}. Update again")
-        return OpenSlot(path, ranks[0], private=False)
+        return OpenSlot(path, ranks[0])
