@@ -26,6 +26,7 @@ from raylane.errors import WeightsLayoutError
 from raylane.transport.value.leaf_memory import lacking_memory
 from raylane.weights.layout.boxes import Box, Layout, store
 from raylane.weights.memory.devices import PreparedCopy
+from raylane.weights.memory.structure import Structure
 from raylane.weights.memory.tensors import NamedTensors, Part, layout_of, local, published_dtypes
 
 SERVER = Server(["torch.distributed.fsdp", "torch.distributed.tensor.parallel", "raylane.weights"])
@@ -243,6 +244,42 @@ def test_models_that_change_are_followed_or_refused() -> None:
     del model[0].bias
     with pytest.raises(WeightsLayoutError, match=r"added '2.bias', '2.weight'; removed '0.bias'\. Make a new"):
         tensors.refresh()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_structure_is_another_after_each_change() -> None:
+    def swap_keys(model: Any) -> None:
+        model[0]._parameters["other"] = model[0]._parameters.pop("bias")
+
+    def drop_buffer(model: Any) -> None:
+        del model.scale
+        model.register_buffer("scale", torch.ones(1), persistent=False)
+
+    changes: list[Callable[[Any], object]] = [
+        lambda model: model.__setitem__(1, Linear(2, 2)),
+        lambda model: setattr(model[0], "weight", Parameter(torch.ones(2, 2))),
+        lambda model: setattr(model[1], "weight", model[0].weight),
+        lambda model: model.append(Linear(1, 1)),
+        lambda model: setattr(model[0], "bias", None),
+        lambda model: setattr(model[0], "_parameters", dict(model[0]._parameters)),
+        swap_keys,
+        drop_buffer,
+    ]
+    for change in changes:
+        model = Sequential(Linear(2, 2), Linear(2, 2))
+        model.register_buffer("scale", torch.ones(1))
+        before = Structure(model)
+        assert before == Structure(model)
+        change(model)
+        assert before != Structure(model)
+    tensors = {"a": torch.ones(1)}
+    before = Structure(tensors)
+    tensors["a"].add_(1)
+    assert before == Structure(tensors)
+    tensors["b"] = tensors["a"]
+    assert before != Structure(tensors)
+    compiled = torch.jit.script(Linear(2, 2))
+    assert Structure(compiled) != Structure(compiled), "its collections are made at each access"
 
 
 def test_dtypes_may_change_between_plain_floats_only() -> None:

@@ -7,7 +7,7 @@ import gc
 import operator
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from raylane.transport.value.leaf_memory import lacking_memory, opaque, overlaps
 from raylane.weights.layout.boxes import Box, Division, HeldBox, StoredBox, StoredLayout, TensorLayout, View, divide
 from raylane.weights.layout.plan import Plan
 from raylane.weights.layout.recording import Record
+from raylane.weights.memory.structure import Structure, check_complete, homes_of, ties_of
 
 
 class Part(NamedTuple):
@@ -83,65 +84,6 @@ def _kind(tensor: Any) -> _Kind:
     return _Kind(tuple(tensor.shape), tuple(inner_of(tensor).shape), getattr(tensor, "placements", None))
 
 
-Homes = dict[str, tuple[MutableMapping[str, Any], str]]
-"""Mapping and key in it, by name of the tensor."""
-WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
-"""Names of the one submodule of a wrapper (checkpoint_wrapper, offload_wrapper, torch.compile), left out of names."""
-
-
-def _homes_of(model: Any) -> Homes:
-    """Return where the tensors of a model are now. Names are those of the model without wrappers."""
-    if not isinstance(model, Module):
-        return {name: (model, name) for name in model}
-    homes: Homes = {}
-    waiting: list[tuple[str, Module]] = [("", model)]
-    while waiting:  # in the order of `named_modules`, several times as quick
-        prefix, module = waiting.pop()
-        transient = getattr(module, "_non_persistent_buffers_set", ())
-        for home in (module._parameters, module._buffers):
-            for key, tensor in home.items():
-                if tensor is not None and (home is module._parameters or key not in transient):
-                    homes[f"{prefix}{key}"] = home, key
-        is_parallel = isinstance(module, torch.nn.parallel.DistributedDataParallel)
-        children = [
-            (prefix if key in WRAPPERS or (is_parallel and key == "module") else f"{prefix}{key}.", child)
-            for key, child in module._modules.items()
-            if child is not None
-        ]
-        waiting += reversed(children)
-    return homes
-
-
-def _ties(homes: Homes) -> dict[str, str]:
-    """Return further names of tensors, and the first name of each."""
-    first_names: dict[int, str] = {}
-    firsts = {name: first_names.setdefault(id(home[key]), name) for name, (home, key) in homes.items()}
-    return {name: first for name, first in firsts.items() if name != first}
-
-
-def _check_complete(model: Module, homes: Homes) -> None:
-    """Refuse modules that keep weights where nobody finds them by the names of parameters and buffers."""
-    parallel = sys.modules.get("torch.distributed.fsdp")
-    if parallel is not None and any(isinstance(each, parallel.FullyShardedDataParallel) for each in model.modules()):
-        raise WeightsLayoutError(
-            "the model is wrapped in FullyShardedDataParallel (FSDP1), which hides its tensors. Use fully_shard "
-            "(FSDP2), or pass the dict of torch.distributed.checkpoint.state_dict.get_model_state_dict"
-        )
-    known = {id(home[key]) for home, key in homes.values()}
-    hidden = []
-    for name, value in model.state_dict(keep_vars=True).items():
-        if isinstance(value, torch.Tensor):
-            path = ".".join(part for part in name.split(".") if part not in WRAPPERS)
-            hidden += [] if id(value) in known or path in homes else [name]
-        elif isinstance(value, list | tuple) and any(isinstance(each, torch.Tensor) for each in value):
-            hidden.append(name)
-    if hidden:
-        raise WeightsLayoutError(
-            f"{len(hidden)} entries of state_dict() are no parameters or buffers, as those of quantize_dynamic: "
-            f"{listed(hidden)}. Pass a dict of plain tensors by name, or the model before it was converted"
-        )
-
-
 class NamedTensors:
     """Tensors of a module or a mapping by name, looked up anew at each use: their memory may be replaced."""
 
@@ -153,7 +95,7 @@ class NamedTensors:
         if not isinstance(model, Module | Mapping):
             raise TypeError(f"weights are those of a torch module or a dict of tensors by name, got {type(model)}")
         self._model = model
-        self._homes = _homes_of(model)
+        self._homes, self._structure = homes_of(model), Structure(model)
         for name, tensor in self.items():
             if not isinstance(name, str):
                 raise TypeError(f"names of tensors are texts, got {name!r} of type {type(name).__name__}")
@@ -162,8 +104,8 @@ class NamedTensors:
             if (reason := opaque(inner_of(tensor))) is not None:
                 raise WeightsLayoutError(f"{name!r} cannot be published or read: {reason}")
         if isinstance(model, Module):
-            _check_complete(model, self._homes)
-        self.same = _ties(self._homes)
+            check_complete(model, self._homes)
+        self.same = ties_of(self._homes)
         """Further names of tensors, and the first name of each: tied weights."""
         self._kinds = {name: _kind(tensor) for name, tensor in self.items()}
         """Shape and division of each tensor, on which layouts and plans rely."""
@@ -174,10 +116,12 @@ class NamedTensors:
 
         WeightsLayoutError if names were added or removed, or if other tensors are tied now.
         """
-        with _uncollected():
-            homes, ties = _homes_of(self._model), None
-            if homes.keys() == self._homes.keys():
-                ties = _ties(homes)
+        structure = Structure(self._model)
+        if structure == self._structure:  # so are names and ties
+            return
+        homes, ties = homes_of(self._model), None
+        if homes.keys() == self._homes.keys():
+            ties = ties_of(homes)
         again = "Make a new publisher or subscriber"
         if ties is None:
             added, removed = homes.keys() - self._homes.keys(), self._homes.keys() - homes.keys()
@@ -196,7 +140,7 @@ class NamedTensors:
                 f"the model has other ties than at its registration: {'; '.join(texts[:3])}. Tie the tensors as they "
                 f"were (tie_weights()), or: {again.lower()}"
             )
-        self._homes = homes
+        self._homes, self._structure = homes, structure
 
     def items(self) -> list[tuple[str, Any]]:
         """Return all names with their present tensors."""
@@ -262,15 +206,13 @@ class NamedTensors:
 
     def check_unmerged(self) -> None:
         """Raise WeightsLayoutError if adapters were merged into the base (PEFT): an update would add them twice."""
-        if isinstance(self._model, Module):
-            merged = next(
-                (name for name, each in self._model.named_modules() if getattr(each, "merged", 0) is True), None
+        merged = next((each for each in self._structure.adapted if getattr(each, "merged", 0) is True), None)
+        if merged is not None and isinstance(self._model, Module):
+            name = next(name for name, each in self._model.named_modules() if each is merged)
+            raise WeightsLayoutError(
+                f"{name!r} has merged its adapters into the base weights, which an update would overwrite. Call "
+                "unmerge_adapter() before it, and merge again afterwards"
             )
-            if merged is not None:
-                raise WeightsLayoutError(
-                    f"{merged!r} has merged its adapters into the base weights, which an update would overwrite. Call "
-                    "unmerge_adapter() before it, and merge again afterwards"
-                )
 
     def memory(self) -> tuple[list[Any], ...]:
         """Return address, shape, strides and dtype of all tensors: while they stay the same, so do views of them."""
