@@ -226,7 +226,12 @@ class VllmAttachment(VllmReaders):
         check_state(self.name, self.state, initial)
 
     def _check_and_add(self, add_request: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self.check(initial=self._initial)
+        try:
+            self.check(initial=self._initial)
+        except WeightsInvalidError as error:
+            from raylane.weights.engines.vllm_errors import EngineEmptyError
+
+            raise EngineEmptyError(str(error)) from None
         return add_request(*args, **kwargs)
 
     def _sleep(self, sleep: Callable[..., Any], level: int = 1, *args: Any, **kwargs: Any) -> Any:

@@ -13,15 +13,15 @@ import uuid
 from dataclasses import fields
 from typing import Any
 
-from vllm.exceptions import VLLMValidationError
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 
 from raylane.core.deadline import Deadline
-from raylane.errors import WeightsError, WeightsLostError, WeightsVersionError
+from raylane.errors import WeightsError, WeightsVersionError
 from raylane.weights.engines.attachment import EngineUpdate, WantedVersion
 from raylane.weights.engines.vllm_adapters import SCHEME
 from raylane.weights.engines.vllm_engine import VllmReaders
+from raylane.weights.engines.vllm_errors import AdapterLostError
 from raylane.weights.engines.vllm_worker import raise_error
 
 GATE = "_raylane_gate"
@@ -36,10 +36,6 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "target_modules": (str, list, tuple, set),
 }
 """Fields of PEFT's configuration that must be there, and their types."""
-
-
-class AdapterLostError(WeightsLostError, VLLMValidationError):  # type: ignore[misc]
-    """A request names a version of adapters that the engine has not. The engine goes on; vLLM's server answers 400."""
 
 
 class AdapterGate:
