@@ -39,7 +39,7 @@ from raylane.weights.service.answers import GenerationKey, VersionOffer
 from raylane.weights.service.client import CatalogueClient, cancellable, locked
 from raylane.weights.state.contents import ReaderState, check_state
 from raylane.weights.state.options import check_name, whole_number
-from raylane.weights.state.readers import NO_VERSION, VersionKey, key_of_reader
+from raylane.weights.state.readers import NO_VERSION, ReaderKey, VersionKey, key_of_reader
 
 APPLY = ("copy", "swap", "map")
 MOST_COPIES = 8
@@ -269,6 +269,16 @@ class Subscriber:
         """Version that was prefetched and not taken yet; None if there is none."""
         held = self._prefetched
         return None if held is None else held.offer.key
+
+    def forget_prefetched(self) -> None:
+        """Let go what was prefetched and not taken."""
+        with self._calling(Deadline.of_call(None), "changed"):
+            self._note_prefetched(None)
+
+    @property
+    def key(self) -> ReaderKey:
+        """Identity of this reader in the service."""
+        return self._key
 
     def check(self, *, initial: str = "refuse") -> None:
         """Raise WeightsInvalidError if the tensors hold no whole version. A generation loop calls this.
