@@ -24,7 +24,8 @@
     │   ├── WeightsLayoutError         tensors of publisher and reader do not fit together (also a ValueError)
     │   ├── WeightsTimeoutError        a wait for ranks, versions or readers passed its deadline (also a TimeoutError)
     │   ├── WeightsLostError           a version, or the process that kept it, is gone; publish again
-    │   └── WeightsInvalidError        an update broke off in the middle: the reader has no whole version
+    │   ├── WeightsInvalidError        an update broke off in the middle: the reader has no whole version
+    │   └── WeightsMismatchError       tensors of a version differ from those that were published
     ├── QueueError
     │   ├── QueueTimeoutError          a wait for room or for items passed its deadline (also a TimeoutError)
     │   ├── QueueClosedError           the queue was closed: nothing can be put any more
@@ -79,6 +80,7 @@ __all__ = [
     "WeightsInvalidError",
     "WeightsLayoutError",
     "WeightsLostError",
+    "WeightsMismatchError",
     "WeightsTimeoutError",
     "WorkerCallError",
     "WorkerGroupError",
@@ -208,6 +210,14 @@ class WeightsLostError(WeightsError):
 
 class WeightsInvalidError(WeightsError):
     """An update broke off while it wrote: the reader holds parts of two versions until the next whole update."""
+
+
+class WeightsMismatchError(WeightsError):
+    """Tensors differ from those that were published; the message names the first ones, and where they differ.
+
+    `check()` of the reader raises until an update has succeeded. `fields` has `version`, `loaded` (published names of
+    tensors whose loaded elements differ) and `slots` (those that differ in the shared memory of the version already).
+    """
 
 
 class QueueError(RaylaneError):

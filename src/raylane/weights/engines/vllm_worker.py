@@ -31,6 +31,8 @@ NOT_EXCHANGED = ("_parameters", "_buffers", "_modules")
 class LoaderTensors(NamedTensors):
     """Tensors of a vLLM model as its loader sees them: without memory, in a second model that is never run."""
 
+    keep_values = False
+
     def __init__(self, vllm_config: Any, model: Module) -> None:
         """Make the second model. WeightsError if versions cannot be brought into the model safely."""
         _check(vllm_config, model)
