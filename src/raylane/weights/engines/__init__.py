@@ -7,6 +7,7 @@ from typing import Any
 from torch.nn import Module
 
 from raylane.weights.layout.mapping import Mapping
+from raylane.weights.state.options import VerifySchedule
 
 _HINTS = {
     "mapping": ": vLLM's own loader says it",
@@ -27,6 +28,7 @@ def attach(
     subset: bool = False,
     lora: Any = None,
     keep: int | None = None,
+    verify: str | int | None = None,
     detached: bool = False,
     timeout: float | None = None,
 ) -> Any:
@@ -51,6 +53,9 @@ def attach(
             effect.
         keep: With `lora`: number of the newest versions that requests may name; None means vLLM's max_cpu_loras, and
             at least 2.
+        verify: Updates that verify what they load, as for `Subscriber`: `each`, `first`, or a number. The version is
+            compared before the engine uses it: after WeightsMismatchError the engine goes on with the one before. For
+            vLLM that is what its loader has written into new parameters; how vLLM packs these is not verified.
         detached: As for `Publisher`.
         timeout: Seconds of each update; None means RAYLANE_TIMEOUT_S (60 s).
 
@@ -59,6 +64,7 @@ def attach(
         ValueError: An option does not fit the engine.
         WeightsError: The engine cannot take versions, as it was started; or this process is not connected to Ray.
     """
+    VerifySchedule(verify)  # refuses other values here, not in a worker
     is_module = isinstance(engine, Module)
     for option, is_set, is_known in (
         ("mapping", mapping is not None, is_module),
@@ -72,16 +78,17 @@ def attach(
         from raylane.weights.engines.module import ModuleAttachment
 
         return ModuleAttachment(
-            engine, name, pause=pause, mapping=mapping, subset=subset, detached=detached, timeout=timeout
+            engine, name, pause=pause, mapping=mapping, subset=subset, verify=verify, detached=detached, timeout=timeout
         )
+    options: dict[str, Any] = {"verify": verify, "detached": detached, "timeout": timeout}
     if hasattr(engine, "collective_rpc") and lora is not None:
         from raylane.weights.engines.vllm_lora import LoraAttachment
 
-        return LoraAttachment(engine, name, lora=lora, keep=keep, detached=detached, timeout=timeout)
+        return LoraAttachment(engine, name, lora=lora, keep=keep, **options)
     if hasattr(engine, "collective_rpc"):
         from raylane.weights.engines.vllm_engine import VllmAttachment
 
-        return VllmAttachment(engine, name, pause=pause, clear_cache=clear_cache, detached=detached, timeout=timeout)
+        return VllmAttachment(engine, name, pause=pause, clear_cache=clear_cache, **options)
     raise TypeError(
         f"an engine is vLLM's LLM or AsyncLLM, or a torch module, got {type(engine).__name__}. Use weights.Subscriber "
         "for others"

@@ -92,6 +92,7 @@ class ModuleAttachment:
         pause: str = "keep",
         mapping: Mapping | None = None,
         subset: bool = False,
+        verify: str | int | None = None,
         detached: bool = False,
         timeout: float | None = None,
     ) -> None:
@@ -101,9 +102,8 @@ class ModuleAttachment:
         # By name, so that transformers is not loaded for other modules.
         if mapping is None and any(kind.__name__ == "PreTrainedModel" for kind in type(model).__mro__):
             mapping = Mapping.record(functools.partial(_load, model))
-        self._subscriber = Subscriber(
-            name, model, apply="swap", mapping=mapping, subset=subset, detached=detached, timeout=timeout
-        )
+        options: dict[str, Any] = {"subset": subset, "verify": verify, "detached": detached, "timeout": timeout}
+        self._subscriber = Subscriber(name, model, apply="swap", mapping=mapping, **options)
         self._step = threading.RLock()  # held during a forward pass, and while weights are exchanged
         self._changed = threading.Condition()
         self._answers: set[Answer] = set()
@@ -150,6 +150,8 @@ class ModuleAttachment:
             WeightsTimeoutError: There is no version; or, with `wait` and `abort`, answers did not end in time. The
                 model keeps what it has.
             WeightsLayoutError: The published tensors do not fit the model; nothing was changed.
+            WeightsMismatchError: With `verify`, tensors differ from those that were published; nothing was changed, but
+                `check` raises until an update has succeeded.
         """
         return self._update(at_least, Deadline.of_call(timeout or self._timeout))
 
@@ -168,6 +170,13 @@ class ModuleAttachment:
     async def update_async(self, *, at_least: int = 1, timeout: float | None = None) -> EngineUpdate:
         """Do the same as `update` on a thread, without blocking the event loop."""
         return await cancellable(lambda deadline: self._update(at_least, deadline), timeout or self._timeout)
+
+    def verify(self, *, timeout: float | None = None) -> int:
+        """Compare the model with the version that it holds, as `Subscriber.verify`; return its number.
+
+        May be called while other threads compute answers.
+        """
+        return self._subscriber.verify(timeout=timeout or self._timeout)
 
     def check(self, *, initial: str = "refuse") -> None:
         """Raise WeightsInvalidError if the model holds no whole version, as `Subscriber.check`."""

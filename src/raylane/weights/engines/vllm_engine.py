@@ -115,6 +115,8 @@ class VllmReaders:
         Raises:
             WeightsTimeoutError: There is no version; or it was not here within `timeout` seconds. The engine goes on.
             WeightsLayoutError: The published tensors do not fit the model; nothing was changed.
+            WeightsMismatchError: With `verify`, tensors of a worker differ from those that were published. The engine
+                goes on with the version before.
             WeightsInvalidError: Only some of the workers have exchanged their weights. Start the engine again.
             WeightsError: The versions of adapters have begun anew. Attach again.
         """
