@@ -315,7 +315,7 @@ def test_a_rank_that_wrote_old_values_is_found() -> None:
 
 
 @pytest.mark.parametrize("beside", [False, True], ids=["publish", "publish_async"])
-def test_converted_tensors_have_the_digests_of_their_published_dtype(beside: bool) -> None:
+def test_converted_tensors_count_in_their_published_dtype(beside: bool) -> None:
     source = new_tensors()
     (publisher,) = ranks_of(source, world=1, dtype=torch.bfloat16)
     version = publisher.publish_async(1).result(20) if beside else publisher.publish(1)
@@ -369,7 +369,7 @@ def test_padding_of_a_loader_is_verified() -> None:
     assert subscriber.verify() == 1
 
 
-def test_versions_without_digests_are_refused_before_anything_is_written() -> None:
+def test_versions_without_digests_are_refused_before_a_write() -> None:
     (publisher,) = ranks_of(new_tensors(), world=1, digests=False)
     tensors, subscriber = blank(), None
     subscriber = weights.Subscriber("policy", tensors, verify="each")
