@@ -24,6 +24,7 @@
     │   ├── WeightsLayoutError         tensors of publisher and reader do not fit together (also a ValueError)
     │   ├── WeightsTimeoutError        a wait for ranks, versions or readers passed its deadline (also a TimeoutError)
     │   ├── WeightsLostError           a version, or the process that kept it, is gone; publish again
+    │   ├── WeightsVersionError        the version that was asked for is not there (any more)
     │   ├── WeightsInvalidError        an update broke off in the middle: the reader has no whole version
     │   └── WeightsMismatchError       tensors of a version differ from those that were published
     ├── QueueError
@@ -82,6 +83,7 @@ __all__ = [
     "WeightsLostError",
     "WeightsMismatchError",
     "WeightsTimeoutError",
+    "WeightsVersionError",
     "WorkerCallError",
     "WorkerGroupError",
     "WorkerLostError",
@@ -206,6 +208,10 @@ class WeightsTimeoutError(WeightsError, TimeoutError):
 
 class WeightsLostError(WeightsError):
     """A version is gone, or the process that kept it has died. The next published version works again."""
+
+
+class WeightsVersionError(WeightsError):
+    """The version of this number is gone, or never was; the message says which ones are there. Nothing was written."""
 
 
 class WeightsInvalidError(WeightsError):

@@ -100,7 +100,7 @@ class Trainer:
         self._model.save_pretrained(folder)
         return str(folder)
 
-    def publish(self, *, export: bool = True) -> tuple[int, str]:
+    def publish(self, *, export: bool = True, hold: bool = False) -> tuple[int, str]:
         """Change the weights and publish them; return the version and its folder."""
         if self._publisher is None:
             self._publisher = weights.Publisher("policy", self._model, keep=3, digests=self._digests)
@@ -108,6 +108,8 @@ class Trainer:
             for parameter in self._model.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.1)
         version = self._publisher.publish(0)
+        if hold:
+            self._publisher.hold(version)
         return version, self.export(version) if export else ""
 
     def change(self, version: int, name: str, other: str | None = None) -> None:
@@ -134,13 +136,13 @@ class Engine:
 
         self._engine = LLM(model=folder, **OPTIONS | options)
 
-    def attach(self, **options: Any) -> None:
+    def attach(self, initial: str = "allow", **options: Any) -> None:
         """Make the engine a reader."""
-        self._attachment = weights.attach(self._engine, "policy", **options)
+        self._attachment = weights.attach(self._engine, "policy", initial=initial, **options)
 
-    def update(self, timeout: float = 60) -> weights.EngineUpdate:
-        """Take the newest version."""
-        update: weights.EngineUpdate = self._attachment.update(timeout=timeout)
+    def update(self, timeout: float = 60, version: int | None = None) -> weights.EngineUpdate:
+        """Take the newest version, or this one."""
+        update: weights.EngineUpdate = self._attachment.update(version=version, timeout=timeout)
         return update
 
     def answers(self) -> list[list[int]]:
@@ -169,13 +171,13 @@ class AsyncEngine:
         self._load: list[asyncio.Task[None]] = []
         self.finished: list[Any] = []
 
-    def attach(self, **options: Any) -> None:
+    def attach(self, initial: str = "allow", **options: Any) -> None:
         """Make the engine a reader."""
-        self._attachment = weights.attach(self._engine, "policy", **options)
+        self._attachment = weights.attach(self._engine, "policy", initial=initial, **options)
 
-    async def update(self, timeout: float = 60) -> weights.EngineUpdate:
-        """Take the newest version."""
-        update: weights.EngineUpdate = await self._attachment.update_async(timeout=timeout)
+    async def update(self, timeout: float = 60, version: int | None = None) -> weights.EngineUpdate:
+        """Take the newest version, or this one."""
+        update: weights.EngineUpdate = await self._attachment.update_async(version=version, timeout=timeout)
         return update
 
     async def answer(self, prompt: list[int], max_tokens: int = TOKENS) -> dict[str, Any]:

@@ -108,7 +108,7 @@ class LoraEngine:
 
     def attach_weights(self) -> None:
         """Make the engine a reader of the weights of its model too."""
-        self._weights = weights.attach(self._engine, "policy")
+        self._weights = weights.attach(self._engine, "policy", initial="allow")
 
     def update(self, timeout: float = 60) -> weights.EngineUpdate:
         """Take the newest version of the adapters."""

@@ -14,7 +14,13 @@ pytest.importorskip("vllm.version", reason="vLLM has an environment of its own: 
 from tests.vllm import engines
 
 from raylane import weights
-from raylane.errors import WeightsError, WeightsMismatchError, WeightsTimeoutError
+from raylane.errors import (
+    WeightsError,
+    WeightsInvalidError,
+    WeightsMismatchError,
+    WeightsTimeoutError,
+    WeightsVersionError,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_session"), pytest.mark.timeout(900)]
 
@@ -144,13 +150,45 @@ def test_an_exchange_takes_no_later_version(started: list[Any], tmp_path: Path) 
         answers: list[dict[str, Any]] = ray.get(engine.call.remote("collective_rpc", *arguments))
         return answers[0]
 
-    worker("prepare", version=first, timeout=60)
+    worker("prepare", version=first, exact=False, timeout=60)
     while (prepared := worker("prepared"))["version"] is None:
         assert "error" not in prepared
     ray.get(trainer.publish.remote(export=False))
     assert worker("exchange")["version"] == first  # a worker beside it has prepared this one too
     assert ray.get(engine.answers.remote()) == ray.get(fresh.answers.remote(exported))
     assert ray.get(engine.update.remote()).version == first + 1
+
+
+@pytest.mark.claim("weights", "an engine refuses requests until it has a version")
+@pytest.mark.parametrize("kind", ["llm", "async"])
+def test_an_engine_without_a_version_refuses_requests(started: list[Any], tmp_path: Path, kind: str) -> None:
+    trainer, folder = trainer_and_folder(started, tmp_path)
+    made = engines.Engine.options(runtime_env=engines.INSIDE) if kind == "llm" else engines.AsyncEngine
+    engine, fresh = made.remote(folder), engines.FreshEngines.remote()
+    started += [engine, fresh]
+    before = ray.get(engine.answers.remote())
+    ray.get(engine.attach.remote(initial="refuse"))
+    with pytest.raises(WeightsInvalidError, match="no version of 'policy' yet"):
+        ray.get(engine.answers.remote())
+    first, exported = ray.get(trainer.publish.remote(hold=True))
+    for _ in range(4):
+        newest, _ = ray.get(trainer.publish.remote(export=False))
+    assert ray.get(engine.update.remote()).version == newest
+    assert ray.get(engine.update.remote(version=first)).version == first
+    answers = ray.get(fresh.answers.remote(exported))
+    assert ray.get(engine.answers.remote()) == answers != before
+    with pytest.raises(WeightsVersionError, match="cannot be taken: there are 1, 3, 4, 5"):
+        ray.get(engine.update.remote(version=2))
+    assert ray.get(engine.answers.remote()) == answers, "nothing was changed"
+    ray.get(engine.call.remote("sleep", 2))  # on CPUs vLLM keeps the weights, on GPUs it drops them
+    ray.get(engine.call.remote("wake_up"))
+    with pytest.raises(WeightsInvalidError, match="no whole version of 'policy'"):
+        ray.get(engine.answers.remote())
+    again = ray.get(engine.update.remote(version=first))
+    assert (again.version, again.changed) == (first, True)
+    assert ray.get(engine.answers.remote()) == answers
+    if kind == "async":
+        ray.get(engine.shut_down.remote())
 
 
 @pytest.mark.claim("weights", "an engine that is killed and started again gets the newest version")
@@ -210,7 +248,8 @@ def test_changed_bits_are_found_before_they_are_packed(started: list[Any], tmp_p
         with pytest.raises(WeightsMismatchError, match=r"worker \d: version \d+ of .* is not what was") as caught:
             ray.get(engine.update.remote())
         assert all(repr(name) in str(caught.value) for name in names)
-        assert ray.get(engine.answers.remote()) == before  # the engine goes on with what it has
+        with pytest.raises(WeightsInvalidError, match="verification of a version of 'policy' has failed"):
+            ray.get(engine.answers.remote())
         ray.get(trainer.change.remote(version, *names))  # undone: the same version is loaded again
         assert ray.get(engine.update.remote()).version == version
         before = ray.get(engine.answers.remote())

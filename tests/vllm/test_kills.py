@@ -115,7 +115,7 @@ class Engine:
         from vllm import LLM
 
         self.engine = LLM(model=folder, **engines.OPTIONS)
-        self.attachment = weights.attach(self.engine, "policy")
+        self.attachment = weights.attach(self.engine, "policy", initial="allow")
         self.step = 0
 
     def run(self, _: int) -> Outcome:

@@ -17,7 +17,13 @@ from tests.weights.small_models import SMALL
 from transformers import AutoConfig, AutoModelForCausalLM, StoppingCriteriaList
 
 from raylane import weights
-from raylane.errors import WeightsError, WeightsLayoutError, WeightsTimeoutError
+from raylane.errors import (
+    WeightsError,
+    WeightsInvalidError,
+    WeightsLayoutError,
+    WeightsTimeoutError,
+    WeightsVersionError,
+)
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 PROMPT = torch.tensor([[1, 2, 3]])
@@ -123,7 +129,7 @@ def test_answers_under_way_end_as_asked(pause: str, tmp_path: Path) -> None:
 
 def test_an_update_does_not_wait_forever_for_answers() -> None:
     reader = torch.nn.Linear(2, 2)
-    attachment = weights.attach(reader, "policy", pause="wait")
+    attachment = weights.attach(reader, "policy", pause="wait", initial="allow")
     weights.Publisher("policy", torch.nn.Linear(2, 2)).publish(0)
     with attachment.answer() as under_way:
         with pytest.raises(WeightsTimeoutError, match="1 answers did not end within"):
@@ -152,12 +158,43 @@ class Failing(torch.nn.Module):
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_an_error_in_a_pass_lets_updates_go_on(error: type[BaseException]) -> None:
     reader = Failing(error)
-    attachment = weights.attach(reader, "policy")
+    attachment = weights.attach(reader, "policy", initial="allow")
     weights.Publisher("policy", Failing()).publish(0)
     with pytest.raises(error):
         reader(torch.tensor(1.0))
     with ThreadPoolExecutor(1) as thread:
         assert thread.submit(attachment.update).result(WAIT_S).version == 1
+    attachment.close()
+
+
+def test_a_model_without_a_version_computes_nothing() -> None:
+    reader = Failing()
+    attachment = weights.attach(reader, "policy")
+    publisher = weights.Publisher("policy", {"weight": torch.ones(2)})
+    with pytest.raises(WeightsInvalidError, match=r"no version of 'policy' yet. .* initial='allow'"):
+        reader(torch.ones(2))
+    publisher.publish(0)
+    publisher.hold(1)
+    attachment.update()
+    assert reader(torch.ones(2)).tolist() == [1, 1]
+    publisher.publish(1)
+    with torch.no_grad():
+        reader.weight.zero_()  # as a sleep that drops memory
+    attachment.invalidate()
+    with pytest.raises(WeightsInvalidError, match="no whole version of 'policy'"):
+        reader(torch.ones(2))
+    again = attachment.reload()
+    assert (again.version, again.changed, reader(torch.ones(2)).tolist()) == (1, True, [1, 1])
+    publisher.release(1)
+    for step in (2, 3):
+        publisher.publish(step)
+    with pytest.raises(WeightsVersionError, match="version 1 of 'policy' cannot be taken: there are 3, 4"):
+        attachment.reload()
+    with pytest.raises(WeightsInvalidError):
+        reader(torch.ones(2))
+    assert attachment.update().version == 4
+    with pytest.raises(ValueError, match="initial must be 'refuse' or 'allow', got 'both'"):
+        weights.attach(Failing(), "policy", initial="both")
     attachment.close()
 
 

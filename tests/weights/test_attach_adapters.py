@@ -51,7 +51,7 @@ def answer(model: Any) -> Any:
 def test_a_peft_model_takes_versions_of_adapters() -> None:
     trained, reader = new_model(), new_model()
     publisher = weights.Publisher("policy-lora", get_peft_model_state_dict(trained))
-    attachment = weights.attach(reader, "policy-lora", mapping=PEFT_NAMES, subset=True)
+    attachment = weights.attach(reader, "policy-lora", mapping=PEFT_NAMES, subset=True, initial="allow")
     base = {name: each.clone() for name, each in reader.state_dict().items() if "lora_" not in name}
     answers = [answer(reader)]
     for version in (1, 2):

@@ -4,7 +4,7 @@ from array import array
 
 import pytest
 
-from raylane.errors import WeightsError, WeightsLayoutError, WeightsLostError
+from raylane.errors import WeightsError, WeightsLayoutError, WeightsLostError, WeightsVersionError
 from raylane.weights.chunks.delta import DeltaOptions
 from raylane.weights.layout.boxes import Box, HeldBox, Layout, TensorLayout
 from raylane.weights.state.ledger import Generation, Ledger, Version, VersionState
@@ -225,7 +225,7 @@ def test_part_lives_on_in_whole_copies() -> None:
     start = register(ledger, 2)
     generation(ledger).slots["a", "a"] = ["path 0", "path 1"]
     publish(ledger, start, 1)
-    version = ledger.committed(1)
+    version = ledger.find(1)
     assert version is not None
     spread = version.spread("a")
     spread.want("b", range(spread.chunks))
@@ -258,7 +258,7 @@ def test_base_is_the_newest_version_that_another_host_has() -> None:
     start = ledger.register(registration(0, 1, delta=DeltaOptions("auto", 6))._replace(keep=3), [], 1)
 
     def publish_one(copied: bool) -> Version:
-        version = ledger.committed(publish(ledger, start, len(versions)))
+        version = ledger.find(publish(ledger, start, len(versions)))
         assert version is not None
         if copied:
             version.spread("a").holders["b"] = {0}
@@ -288,7 +288,7 @@ def test_another_delta_option_begins_a_generation() -> None:
     old = generation(ledger)
     second = ledger.register(registration(0, 1, "second", delta=DeltaOptions("never")), [], 1)
     assert generation(ledger) is not old
-    version = ledger.committed(publish(ledger, second, 2))
+    version = ledger.find(publish(ledger, second, 2))
     assert version is not None
     assert version.base is None
 
@@ -345,3 +345,71 @@ def test_rank_back_on_another_host_keeps_the_survivors() -> None:
     with pytest.raises(WeightsLayoutError):
         back(ledger, 1, 2, rows=14)
     assert publish(ledger, start, 4) == 4  # nothing was changed
+
+
+def numbers(ledger: Ledger) -> list[int]:
+    return [version.number for version in ledger.committed()]
+
+
+def test_held_versions_come_on_top_of_keep() -> None:
+    ledger = Ledger("policy")
+    start = register(ledger, 2)
+    publish(ledger, start, 1)
+    publish(ledger, start, 2)
+    ledger.hold(2, "publisher")
+    ledger.hold(2, "fleet")
+    for step in range(3, 6):
+        publish(ledger, start, step)
+        assert numbers(ledger) == ([1, 2, 3] if step == 3 else [2, step - 1, step])
+        assert sorted(version.slot for version in ledger.committed()) == [0, 1, 2]
+    held = ledger.find(2)
+    assert held is not None
+    ledger.release(2, "publisher")
+    publish(ledger, start, 6)
+    assert numbers(ledger) == [2, 5, 6], "the fleet holds it"
+    ledger.release(2, "fleet")
+    ledger.release(2, "fleet")
+    assert numbers(ledger) == [2, 5, 6], "until the next publication"
+    publish(ledger, start, 7)
+    assert numbers(ledger) == [6, 7]
+    assert held.state is VersionState.RETIRED
+    assert ledger.surplus(generation(ledger), 3) == [({0, 1, 2} - {each.slot for each in ledger.versions}).pop()]
+
+
+def test_exact_version_is_that_one_or_an_error_that_says_what_is_there() -> None:
+    ledger = Ledger("policy")
+    start = register(ledger, 1, keep=3)
+    for step in range(1, 5):
+        publish(ledger, start, step)
+    assert ledger.exactly(3) is ledger.find(3) is not None
+    assert ledger.exactly(5) is None, "it may come yet"
+    opened = begin(ledger, start, 0, 5)
+    assert ledger.exactly(opened.number) is None
+    with pytest.raises(WeightsVersionError, match=r"version 1 of 'policy' cannot be taken: there are 3, 4\."):
+        ledger.exactly(1)
+    begin(ledger, start, 0, 6)  # the rank has given 5 up
+    with pytest.raises(WeightsVersionError, match=r"version 5 .* there are 3, 4"):
+        ledger.exactly(5)
+    with pytest.raises(WeightsVersionError, match="version 9 of 'policy' cannot be held: there are 3, 4"):
+        ledger.hold(9, "publisher")
+    ledger.hold(4, "publisher")
+    generation(ledger).slots["a", "a"] = ["0", "1", "2", "3"]
+    ledger.keeper_died("a")
+    with pytest.raises(WeightsVersionError, match="there is none; 3, 4, 6 died with a keeper"):
+        ledger.exactly(4)
+
+
+def test_number_of_kept_versions_has_a_limit() -> None:
+    ledger = Ledger("policy")
+    start = register(ledger, 1, keep=60)
+    for step in range(1, 10):
+        publish(ledger, start, step)
+    for number in range(1, 5):
+        ledger.hold(number, "publisher")
+    ledger.hold(4, "fleet")
+    with pytest.raises(
+        WeightsError, match=r"version 5 .* at most 64 .* keep=60 and those that are held: \[1, 2, 3, 4\]"
+    ):
+        ledger.hold(5, "publisher")
+    ledger.release(1, "publisher")
+    ledger.hold(5, "publisher")

@@ -46,7 +46,7 @@ def content(number: int) -> np.ndarray:
 
 
 def write(path: str, number: int, data: np.ndarray | None = None) -> None:
-    slot = OpenSlot(path, PART.ranks, private=False)
+    slot = OpenSlot(path, PART.ranks)
     slot.begin_writing(0, Deadline(0), "a test waits")
     slot.view()[: PART.nbytes] = memoryview(content(number) if data is None else data)
     slot.end_writing(0, number)
@@ -54,7 +54,7 @@ def write(path: str, number: int, data: np.ndarray | None = None) -> None:
 
 
 def read(path: str) -> np.ndarray:
-    slot = OpenSlot(path, PART.ranks, private=False)
+    slot = OpenSlot(path, PART.ranks)
     found = np.frombuffer(bytes(slot.view()[: PART.nbytes]), dtype=np.uint8)
     slot.close()
     return found
@@ -130,7 +130,7 @@ def test_trainer_does_not_wait_for_a_diff(monkeypatch: pytest.MonkeyPatch, slot_
     async def run() -> None:
         keeper, (old, new) = await keeper_with([7, 8])
         real, calls = patches_module.diff, []
-        writer = OpenSlot((old if slot_in_use == "base" else new).path, PART.ranks, private=False)
+        writer = OpenSlot((old if slot_in_use == "base" else new).path, PART.ranks)
 
         def diff_while_trainer_writes(*args: Any) -> Any:
             calls.append(args)

@@ -26,7 +26,8 @@ from raylane.errors import WeightsLayoutError
 from raylane.transport.value.leaf_memory import lacking_memory
 from raylane.weights.layout.boxes import Box, Layout, store
 from raylane.weights.memory.devices import PreparedCopy
-from raylane.weights.memory.tensors import NamedTensors, Part, layout_of, local
+from raylane.weights.memory.structure import Structure
+from raylane.weights.memory.tensors import NamedTensors, Part, layout_of, local, published_dtypes
 
 SERVER = Server(["torch.distributed.fsdp", "torch.distributed.tensor.parallel", "raylane.weights"])
 SIZES = ((8, 12, 8), (5, 14, 7))
@@ -142,13 +143,40 @@ def test_parts_of_plain_tensors_are_named_by_places() -> None:
     tensor = torch.zeros(3, 4)
     even = Part.even(tensor, 1, 2, 5)
     assert even == Part((3, 20), (0, 8))
-    layout = layout_of({"w": tensor, "b": torch.zeros(2)}, {"w": even}, torch.bfloat16)
+    tensors = {"w": tensor, "b": torch.zeros(2)}
+    layout = layout_of(tensors, {"w": even}, published_dtypes(tensors, torch.bfloat16))
     assert (layout["w"].shape, layout["w"].dtype, layout["b"].shape) == ((3, 20), "bfloat16", (2,))
     with pytest.raises(WeightsLayoutError, match=r"'w' of shape \(3, 4\) does not lie in Part"):
         layout_of({"w": tensor}, {"w": Part((3, 20), (0, 18))}, None)
 
 
 @pytest.mark.claim("weights", "readers may have another floating-point dtype, and strided tensors")
+def test_dtypes_are_chosen_by_name() -> None:
+    names = ("model.norm.weight", "model.gate.bias", "lm_head.weight", "model.mlp.weight")
+    tensors = {name: torch.zeros(2) for name in names} | {"steps": torch.zeros(1, dtype=torch.int64)}
+    by_pattern = {"norm": torch.float32, r"gate\.bias$": None, r"mlp\.weight$": torch.float8_e4m3fn, "": torch.bfloat16}
+    assert list(published_dtypes(tensors, by_pattern).values()) == [
+        *(torch.float32, torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64)
+    ]
+    assert set(published_dtypes(tensors, {"norm": torch.float16}).values()) == {
+        torch.float16,
+        torch.float32,
+        torch.int64,
+    }
+    assert published_dtypes({"norm": torch.zeros(1)}, {"head": None}, whole=False) == {"norm": torch.float32}
+    assert published_dtypes(tensors, None) == {name: tensor.dtype for name, tensor in tensors.items()}
+    for wrong, message in (
+        ({"nrom": torch.float32}, "patterns that decide on no tensor: 'nrom'"),
+        ({"": torch.bfloat16, "norm": torch.float32}, "patterns that decide on no tensor: 'norm'. The first pattern"),
+        ({"(": torch.float32}, r"the key '\(', which is no regular expression"),
+        ({1: torch.float32}, "the key 1, which is no regular expression"),
+        ({"norm": torch.int8}, "a floating-point dtype such as torch.bfloat16, got torch.int8"),
+        (torch.float8_e5m2, "two bytes or more, got torch.float8_e5m2: quantise"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            published_dtypes(tensors, wrong)
+
+
 def test_copies_convert_and_write_any_view() -> None:
     base = torch.arange(24.0).view(4, 6)
     whole = torch.randn(3, 3, dtype=torch.complex64)
@@ -216,6 +244,42 @@ def test_models_that_change_are_followed_or_refused() -> None:
     del model[0].bias
     with pytest.raises(WeightsLayoutError, match=r"added '2.bias', '2.weight'; removed '0.bias'\. Make a new"):
         tensors.refresh()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_structure_is_another_after_each_change() -> None:
+    def swap_keys(model: Any) -> None:
+        model[0]._parameters["other"] = model[0]._parameters.pop("bias")
+
+    def drop_buffer(model: Any) -> None:
+        del model.scale
+        model.register_buffer("scale", torch.ones(1), persistent=False)
+
+    changes: list[Callable[[Any], object]] = [
+        lambda model: model.__setitem__(1, Linear(2, 2)),
+        lambda model: setattr(model[0], "weight", Parameter(torch.ones(2, 2))),
+        lambda model: setattr(model[1], "weight", model[0].weight),
+        lambda model: model.append(Linear(1, 1)),
+        lambda model: setattr(model[0], "bias", None),
+        lambda model: setattr(model[0], "_parameters", dict(model[0]._parameters)),
+        swap_keys,
+        drop_buffer,
+    ]
+    for change in changes:
+        model = Sequential(Linear(2, 2), Linear(2, 2))
+        model.register_buffer("scale", torch.ones(1))
+        before = Structure(model)
+        assert before == Structure(model)
+        change(model)
+        assert before != Structure(model)
+    tensors = {"a": torch.ones(1)}
+    before = Structure(tensors)
+    tensors["a"].add_(1)
+    assert before == Structure(tensors)
+    tensors["b"] = tensors["a"]
+    assert before != Structure(tensors)
+    compiled = torch.jit.script(Linear(2, 2))
+    assert Structure(compiled) != Structure(compiled), "its collections are made at each access"
 
 
 def test_dtypes_may_change_between_plain_floats_only() -> None:

@@ -40,7 +40,7 @@ def render(versions: Sequence[VersionInfo]) -> str:
                 version.name,
                 str(version.number),
                 str(version.step),
-                version.state + missing,
+                version.state + missing + (", held" if version.held else ""),
                 f"{version.nbytes / 1e6:.1f}",
                 f"{version.age_s:.0f} s",
                 str(len(version.hosts)),

@@ -10,7 +10,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import ray
-import torch
 
 from raylane.core.deadline import Deadline
 from raylane.core.process.place import here
@@ -21,7 +20,7 @@ from raylane.weights.layout.boxes import StoredLayout
 from raylane.weights.memory.devices import Moment, PreparedCopy, lock_pages
 from raylane.weights.memory.digests import WrittenDigests
 from raylane.weights.memory.slots import OpenSlot, SlotPlace
-from raylane.weights.memory.tensors import NamedTensors, Places, layout_of, writes_of
+from raylane.weights.memory.tensors import NamedTensors, Places, PublishedDtype, layout_of, published_dtypes, writes_of
 from raylane.weights.service.answers import GenerationKey, WriteOrder
 from raylane.weights.service.client import CatalogueClient, locked
 from raylane.weights.state.options import MOST_KEEP, check_name, whole_number
@@ -52,7 +51,7 @@ class Publisher:
         *,
         rank: int = 0,
         world: int = 1,
-        dtype: torch.dtype | None = None,
+        dtype: PublishedDtype = None,
         keep: int = 2,
         delta: str = "auto",
         anchor_every: int = 50,
@@ -74,9 +73,12 @@ class Publisher:
             model: A module, or a dict of tensors by name. Tied tensors are stored once.
             rank: Number of this rank.
             world: Number of ranks.
-            dtype: Floating-point dtype to which floating-point tensors are converted; None: as they are.
+            dtype: Floating-point dtype to which floating-point tensors are converted; None: as they are. Or a dict of
+                dtypes by regular expression: of those found in the name of a tensor the first counts, None leaves it as
+                it is, and so are tensors without one. Dtypes of one byte, such as float8, are accepted in a dict only:
+                values are converted without a scale.
             keep: Number of versions in memory, the one being written included; at least 2. Readers that map weights
-                hold a version until their next update, so give them one more.
+                use a version until their next update, so give them one more. Versions that are held come on top.
             delta: Copies to other hosts. `auto` sends only the elements that have changed where that is quicker by the
                 measured speed of the link, `always` wherever it is less, `never` whole versions. Same for all ranks.
             anchor_every: Every so many versions, one is sent whole. Same for all ranks.
@@ -105,17 +107,13 @@ class Publisher:
         whole_number("anchor_every", anchor_every, 1)
         if max_lag is not None:
             whole_number("max_lag", max_lag, 0)
-        if dtype is not None and not (getattr(dtype, "is_floating_point", False) and dtype.itemsize > 1):
-            raise ValueError(
-                f"dtype must be a floating-point dtype of two bytes or more such as torch.bfloat16, got {dtype!r}; "
-                "quantise weights with their scales before they are published"
-            )
         options = DeltaOptions(delta, anchor_every)
         options.check()
         self.name = name
         self.rank, self.world, self._max_lag = rank, world, max_lag
         self._tensors = NamedTensors(model)
-        layout = layout_of(self._tensors.distinct(), places, dtype)
+        tensors = self._tensors.distinct()
+        layout = layout_of(tensors, places, published_dtypes(tensors, dtype, whole=world == 1))
         if not layout:
             raise ValueError(f"the model published as {name!r} has no tensors. Pass a module or a dict that has some")
         self._catalogue = CatalogueClient(detached=detached)
@@ -172,7 +170,7 @@ class Publisher:
                 self._register(deadline)
                 order = self._begin(step, deadline)
             number, place = order.version.number, order.place
-            slot, copy, nbytes, digests = self._slot(place)
+            slot, copy, nbytes, digests = self._slot(place, order.slots)
             self._begin_writing(slot, place, step, number, deadline)
             written, sums = 0, None
             try:
@@ -228,6 +226,24 @@ class Publisher:
         arguments = self.name, version, self._life, count, deadline.left_s()
         self._catalogue.call("wait_for_readers", *arguments, deadline=deadline)
 
+    def hold(self, version: int, *, timeout: float | None = None) -> None:
+        """Keep a version beyond `keep`, as the best checkpoint or a reference model, until `release` or `drop`.
+
+        Any rank may call it, for all of them; it stays held when the trainer ends. A held version takes memory of its
+        own from the next publication on: `RAYLANE_BUDGET_BYTES` counts it.
+
+        WeightsVersionError if the version is not there any more. WeightsError if 64 are kept already.
+        """
+        self._hold("hold", version, timeout)
+
+    def release(self, version: int, *, timeout: float | None = None) -> None:
+        """Let a version go that was held, by whichever rank. Ignores versions that are not held."""
+        self._hold("release", version, timeout)
+
+    def _hold(self, method: str, version: int, timeout: float | None) -> None:
+        whole_number("version", version, 1)
+        self._catalogue.call(method, self.name, version, self._life, "publisher", deadline=Deadline.of_call(timeout))
+
     def close(self) -> None:
         """Close this rank's end, after publications under way. Its versions stay."""
         with self._starting:
@@ -267,13 +283,13 @@ class Publisher:
             self._forget_slots()
             self._memory = memory
 
-    def _slot(self, place: SlotPlace) -> _WriteSlot:
-        """Return a slot; mapped once, so that its pages stay warm."""
+    def _slot(self, place: SlotPlace, slots: int) -> _WriteSlot:
+        """Return a slot, one of so many; mapped once, so that its pages stay warm."""
         assert self._stored is not None
-        if len(self._slots) == self._registration.keep and place.path not in self._slots:
+        if len(self._slots) >= slots and place.path not in self._slots:
             self._forget_slots()  # a keeper has died
         if place.path not in self._slots:
-            slot = OpenSlot(place.path, place.ranks, private=False)
+            slot = OpenSlot(place.path, place.ranks)
             tensors = self._tensors.distinct()
             if any(tensor.is_cuda for tensor in tensors.values()):
                 lock_pages(slot.memory(), slot)

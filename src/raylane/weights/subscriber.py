@@ -15,6 +15,7 @@ import torch
 from torch.nn import Module
 
 from raylane.core.deadline import Cancelled, Deadline
+from raylane.core.memory.windows import StagedFile
 from raylane.errors import WeightsError, WeightsLostError, WeightsMismatchError, WeightsTimeoutError
 from raylane.transport.link.endpoint import endpoint
 from raylane.weights.layout.boxes import View
@@ -23,7 +24,7 @@ from raylane.weights.layout.plan import Plan, make_plans
 from raylane.weights.layout.recording import Record
 from raylane.weights.memory.devices import PreparedCopy
 from raylane.weights.memory.slots import POLL_S, OpenSlot, StaleSlot
-from raylane.weights.memory.sources import Sources
+from raylane.weights.memory.sources import MappedParts, Sources
 from raylane.weights.memory.tensors import (
     NamedTensors,
     Places,
@@ -71,6 +72,16 @@ class _HeldVersion(NamedTuple):
     """Slots that have the version."""
     prepared: Any = None
     """New memory for which the tensors are exchanged, where the version has been copied already."""
+    staged: dict[str, StagedFile] | None = None
+    """Slots by part that windows are to show, where tensors are mapped and the version was prefetched."""
+
+    def by_part(self) -> dict[str, OpenSlot]:
+        """Return the slot of each part."""
+        return dict(zip(self.paths, self.slots, strict=True))
+
+    def stage(self) -> dict[str, StagedFile]:
+        """Map the slots for windows."""
+        return {part: slot.stage() for part, slot in self.by_part().items()}
 
 
 class Subscriber:
@@ -131,14 +142,17 @@ class Subscriber:
         """Record of the mapping; None until the layout of the trainer is known, or without a mapping."""
         self._regions: Regions = ()
         """Regions of the tensors into which the pieces of the plan go."""
-        self._layout = layout_of(self._tensors.distinct(), places, None) if mapping is None else {}
+        self._layout = layout_of(self._tensors.distinct(), places) if mapping is None else {}
         self._catalogue = CatalogueClient(detached=detached, job=job)
         self._key = key_of_reader(name, ray.get_runtime_context().get_node_id())
         self._turn = 0
         """Number of updates that the catalogue was told of."""
         self._plan: Plan | None = None
         self._generation: GenerationKey | None = None
-        self._sources = Sources(private=apply == "map")
+        self._sources = Sources()
+        self._windows = MappedParts()
+        self._placed: list[torch.Tensor] | None = None
+        """Pieces of the windows in which the tensors lie."""
         self._memory: tuple[list[Any], ...] = ()
         """Memory for which the copies of `_sources` are prepared."""
         self._taken_memory: tuple[list[Any], ...] = ()
@@ -175,32 +189,34 @@ class Subscriber:
         number: int | None = self._catalogue.call("newest", self.name, deadline=Deadline.of_call(None))
         return number
 
-    def update(self, *, timeout: float | None = None) -> Update:
-        """Take the newest version; wait for the first one if there is none yet. Returns what was done.
+    def update(self, *, version: int | None = None, timeout: float | None = None) -> Update:
+        """Take the newest version, or the `version` of this number; wait for it if it is not there yet.
 
         Raises:
-            WeightsTimeoutError: There is no version, or the ranks write faster than this reader reads.
+            WeightsTimeoutError: There is no such version yet, or the ranks write faster than this reader reads.
+            WeightsVersionError: The version of this number is gone; the message says which are there.
             WeightsLayoutError: The tensors do not fit; nothing was written.
             WeightsLostError: The name is unknown, or its memory is gone; the reader keeps what it has.
         """
-        return self.wait_for(1, timeout=timeout)
+        return self.wait_for(1 if version is None else version, exact=version is not None, timeout=timeout)
 
-    def wait_for(self, version: int, *, timeout: float | None = None) -> Update:
+    def wait_for(self, version: int, *, exact: bool = False, timeout: float | None = None) -> Update:
         """Wait until a version from this number on is there, and take the newest, which may be a later one.
 
-        Errors as those of `update`.
+        With `exact`, take the version of this number, also where there are later ones. Errors as those of `update`.
         """
-        return self.take(version, Deadline.of_call(timeout))
+        return self.take(version, Deadline.of_call(timeout), exact=exact)
 
-    def take(self, version: int, deadline: Deadline) -> Update:
+    def take(self, version: int, deadline: Deadline, *, exact: bool = False) -> Update:
         """Do the same as `wait_for` within a deadline. Nothing is written after its cancellation."""
-        whole_number("version", version, 0)
+        whole_number("version", version, 1 if exact else 0)
         began_ns = time.perf_counter_ns()
         with self._calling(deadline, "updated"):
             self._look_at_tensors()
             held = self._prefetched
-            if held is None or held.offer.number < version or any(slot.is_dropped() for slot in held.read):
-                held = self._hold(version, deadline)
+            other = held is None or (held.offer.number != version if exact else held.offer.number < version)
+            if held is None or other or any(slot.is_dropped() for slot in held.read):
+                held = self._hold(version, exact, deadline)
                 self._note_prefetched(held)
             self._prefetched, nbytes = None, 0
             number, step = held.offer.number, held.offer.step
@@ -210,7 +226,6 @@ class Subscriber:
                     with deadline.writing():
                         nbytes = self._apply(held, deadline)
                         self._version, self.state = held.offer.key, ReaderState.VALID
-                        self._taken_memory = self._tensors.memory()
                 except Cancelled:
                     self._release(held.slots)
                     raise
@@ -219,24 +234,27 @@ class Subscriber:
                 endpoint().recorder.moved_weights("take weights", self.name, number, began_ns, nbytes)
         return Update(number, step, changed, nbytes, (time.perf_counter_ns() - began_ns) / 1e9)
 
-    def prefetch(self, version: int = 1, *, timeout: float | None = None) -> int:
+    def prefetch(self, version: int = 1, *, exact: bool = False, timeout: float | None = None) -> int:
         """Wait until a version from this number on is there; bring the newest to this host, and return its number.
 
-        The tensors are not touched, so a model may compute meanwhile. The next `update` takes this version at once.
-        Until then it cannot be overwritten, which may make the trainer wait; with `swap` it is copied into new memory
-        here already, and `update` only exchanges the memory. Errors as those of `update`.
+        With `exact`, bring the version of this number. The tensors are not touched, so a model may compute meanwhile.
+        The next `update` takes this version at once. Until then it cannot be overwritten, which may make the trainer
+        wait; with `swap` it is copied into new memory here already, and `update` only exchanges the memory. Errors as
+        those of `update`.
         """
-        return self.fetch(version, Deadline.of_call(timeout))
+        return self.fetch(version, Deadline.of_call(timeout), exact=exact)
 
-    def fetch(self, version: int, deadline: Deadline) -> int:
+    def fetch(self, version: int, deadline: Deadline, *, exact: bool = False) -> int:
         """Do the same as `prefetch` within a deadline."""
-        whole_number("version", version, 0)
+        whole_number("version", version, 1 if exact else 0)
         with self._calling(deadline, "prefetched"):
             self._look_at_tensors()
-            held = self._hold(version, deadline)
+            held = self._hold(version, exact, deadline)
             if deadline.cancellation is not None and deadline.cancellation.cancelled:
                 self._release(held.slots)
                 raise Cancelled
+            if held.slots and self.apply == "map":
+                held = held._replace(staged=held.stage())
             if held.slots and self.apply == "swap":
                 self._prefetched = None  # its memory is free before more is taken
                 try:
@@ -304,6 +322,14 @@ class Subscriber:
             self.state = ReaderState.INVALID
             self._sources.copies.clear()
 
+    def reload(self, *, timeout: float | None = None) -> Update:
+        """Load the version that the tensors have again, whatever they hold by now.
+
+        WeightsVersionError if it is gone: `update` takes another one. Other errors as those of `update`.
+        """
+        self.invalidate()
+        return self.update(version=max(self.version, 1), timeout=timeout)
+
     def close(self) -> None:
         """Leave, after a call under way. Later updates raise WeightsError; a second call does nothing.
 
@@ -314,6 +340,7 @@ class Subscriber:
             self._leave()
             self._sources.close()
             self._verification.close()
+            self._windows.forget()
             self._prefetched = None
             self._mapped.clear()
 
@@ -339,9 +366,9 @@ class Subscriber:
     def _join(self, deadline: Deadline) -> None:
         self._catalogue.call("join", self._key, deadline=deadline)
 
-    def _offer(self, at_least: int, deadline: Deadline) -> VersionOffer:
+    def _offer(self, version: int, deadline: Deadline, *, exact: bool = False) -> VersionOffer:
         def ask() -> VersionOffer:
-            arguments = self._key, self._version, at_least, self._generation, deadline.left_s()
+            arguments = self._key, self._version, version, exact, self._generation, deadline.left_s()
             offer: VersionOffer = self._catalogue.call("offer", *arguments, deadline=deadline)
             return offer
 
@@ -365,6 +392,7 @@ class Subscriber:
             (self._plan,) = make_plans(offer.stored, [layout_of_record(self._record, offer.stored)], subset=True)
             self._regions = mapped_regions(self._plan, self._record)
         self._sources.forget_views()
+        self._windows.forget()
         self._generation = offer.generation
 
     def _has(self, offer: VersionOffer) -> bool:
@@ -372,10 +400,10 @@ class Subscriber:
         valid = offer.key == self._version and self.state is ReaderState.VALID
         return valid and self._tensors.memory() == self._taken_memory  # else tensors were replaced
 
-    def _hold(self, version: int, deadline: Deadline) -> _HeldVersion:
-        """Wait for a version from this number on; hold the newest in slots of this host (none if it is in use)."""
+    def _hold(self, version: int, exact: bool, deadline: Deadline) -> _HeldVersion:
+        """Wait for this version, or the newest from it on; hold it in slots of this host (none if it is in use)."""
         while True:
-            offer = self._offer(version, deadline)
+            offer = self._offer(version, deadline, exact=exact)
             self._learn(offer)
             if self._has(offer):
                 return _HeldVersion(offer, {}, [])
@@ -424,13 +452,14 @@ class Subscriber:
         assert self._plan is not None
         unused, nbytes = held.slots, self._plan.nbytes
         try:
-            if held.prepared is not None:
-                self._tensors.exchange(held.prepared)
-            elif self.apply != "map":
-                self._copy(held, deadline)
-            else:
-                self._map(self._sources.pieces(self._plan, held.paths))
+            if self.apply == "map":
+                self._map(held)
                 unused, self._mapped, nbytes = self._mapped, held.slots, 0
+            elif held.prepared is not None:
+                self._tensors.exchange(held.prepared)
+                self._taken_memory = self._tensors.memory()
+            else:
+                self._taken_memory = self._copy(held, deadline)
             self._taken = self._taken_of(held.offer)
             if self.apply != "swap" and self._is_verified_next():
                 self._version, self.state = held.offer.key, ReaderState.INVALID
@@ -489,8 +518,11 @@ class Subscriber:
             paths |= copied
         return paths
 
-    def _copy(self, held: _HeldVersion, deadline: Deadline) -> None:
-        """Write a version into the tensors, or into new memory that they get at the end."""
+    def _copy(self, held: _HeldVersion, deadline: Deadline) -> tuple[list[Any], ...]:
+        """Write a version into the tensors, or into new memory that they get at the end.
+
+        Return the memory of the tensors afterwards.
+        """
         memory, key = self._tensors.memory(), tuple(held.paths.values())
         copies = self._sources.copies
         if memory != self._memory or len(copies) > MOST_COPIES:
@@ -501,11 +533,12 @@ class Subscriber:
             tensors = self._tensors.distinct()
             if self.apply == "swap" or any(tensor.is_meta for tensor in tensors.values()):
                 self._tensors.exchange(self._new_memory(held, deadline))
-                return
+                return self._tensors.memory()
             copies[key] = self._prepare(held.paths, tensors)
         self.state = ReaderState.INVALID  # until the caller notes that all was written
         copies[key].run(self._tensors.distinct)
         self._fill_constants(self._tensors.distinct())
+        return memory
 
     def _new_memory(self, held: _HeldVersion, deadline: Deadline) -> Any:
         """Write a version into new memory, verify it if it is time; return what the tensors are exchanged for."""
@@ -528,8 +561,22 @@ class Subscriber:
         assert self._plan is not None
         return PreparedCopy(self._regions, tensors, self._sources.pieces(self._plan, paths), to_slot=False)
 
-    def _map(self, pieces: list[torch.Tensor]) -> None:
-        """Let the tensors lie in the memory of a version."""
+    def _map(self, held: _HeldVersion) -> None:
+        """Let the tensors lie in windows that show a version; those that lie there stay where they are."""
+        assert self._plan is not None
+        staged = held.stage() if held.staged is None else held.staged
+        pieces = self._windows.pieces(self._plan, held.by_part())
+        placed = pieces is self._placed and self._tensors.memory() == self._taken_memory
+        views = {} if placed else self._views_to_map(pieces)
+        self.state = ReaderState.INVALID  # until the caller notes that all was shown
+        self._windows.show(staged)
+        if not placed:
+            for name, view in views.items():
+                self._tensors.set_memory(name, view)
+            self._placed, self._taken_memory = pieces, self._tensors.memory()
+
+    def _views_to_map(self, pieces: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the memory in which each tensor is to lie. WeightsError for tensors that cannot be mapped."""
         tensors = self._tensors.distinct()
         stored_of: dict[str, list[torch.Tensor]] = {}
         for (name, place), view in zip(self._regions, pieces, strict=True):
@@ -545,5 +592,4 @@ class Subscriber:
                     f"{name!r} cannot be mapped: it is stored in {len(stored)} pieces as {view.dtype}, and the reader "
                     f"has {target.dtype}. Use apply='copy', or the publisher's layout and dtype"
                 )
-        for name, stored in stored_of.items():
-            self._tensors.set_memory(name, stored[0])
+        return {name: stored[0] for name, stored in stored_of.items()}

@@ -168,7 +168,7 @@ class Verification:
         """Verify weights of a name; `option` as for `VerifySchedule`."""
         self.schedule = VerifySchedule(option)
         self._name = name
-        self._sources = Sources(private=False)
+        self._sources = Sources()
         self._comparison: _Comparison | None = None
         """Comparison that was used last."""
 

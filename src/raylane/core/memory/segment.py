@@ -15,12 +15,14 @@ import weakref
 from typing import Any
 
 _library = ctypes.CDLL(None, use_errno=True)
-_mmap, _munmap, _madvise = _library.mmap, _library.munmap, _library.madvise
-_mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
-_mmap.restype = ctypes.c_void_p
-_munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_MAP_FAILED = ctypes.c_void_p(-1).value
+libc_mmap, libc_munmap, libc_madvise, libc_mremap = _library.mmap, _library.munmap, _library.madvise, _library.mremap
+libc_mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+libc_mmap.restype = ctypes.c_void_p
+libc_munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+libc_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+libc_mremap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+libc_mremap.restype = ctypes.c_void_p
+MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 def map_file(fd: int, nbytes: int, *, private: bool = False) -> Any:
@@ -31,13 +33,13 @@ def map_file(fd: int, nbytes: int, *, private: bool = False) -> Any:
     # Not Python's mmap, which keeps a descriptor for each mapping: users may keep many arrays, each of which keeps a
     # mapping, and `ulimit -n` is often 1024.
     flags = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
-    address = _mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
-    if address == _MAP_FAILED:
+    address = libc_mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
+    if address == MAP_FAILED:
         code = ctypes.get_errno()
         raise OSError(code, f"mapping {nbytes} bytes: {os.strerror(code)}")
     memory = (ctypes.c_char * nbytes).from_address(address)
     # Not at exit: tensors over this memory may still be used by other exit handlers, and the system unmaps it anyway.
-    weakref.finalize(memory, _munmap, address, nbytes).atexit = False
+    weakref.finalize(memory, libc_munmap, address, nbytes).atexit = False
     return memory
 
 
@@ -175,7 +177,7 @@ class Segment:
         `offset` is a multiple of 4096.
         """
         # Where MADV_REMOVE is not supported, the pages are freed with the last mapping.
-        _madvise(self.address + offset, self.nbytes - offset, mmap.MADV_REMOVE)
+        libc_madvise(self.address + offset, self.nbytes - offset, mmap.MADV_REMOVE)
 
     def taken_bytes(self) -> int:
         """Return the bytes of memory that the pages take so far; 0 after `close_fd`."""
@@ -186,7 +188,7 @@ class Segment:
 
         In `nbytes` (None: all) from `offset` on, which are multiples of 4096.
         """
-        _madvise(self.address + offset, self.nbytes - offset if nbytes is None else nbytes, mmap.MADV_DONTNEED)
+        libc_madvise(self.address + offset, self.nbytes - offset if nbytes is None else nbytes, mmap.MADV_DONTNEED)
 
     def __del__(self, close: Any = os.close) -> None:  # at the end of the process `os` may be gone
         fd, self.fd = self.fd, None

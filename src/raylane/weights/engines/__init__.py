@@ -28,6 +28,7 @@ def attach(
     subset: bool = False,
     lora: Any = None,
     keep: int | None = None,
+    initial: str = "refuse",
     verify: str | int | None = None,
     detached: bool = False,
     timeout: float | None = None,
@@ -53,9 +54,13 @@ def attach(
             effect.
         keep: With `lora`: number of the newest versions that requests may name; None means vLLM's max_cpu_loras, and
             at least 2.
+        initial: What the engine does before the first update: `refuse` refuses requests with WeightsInvalidError, so
+            that nobody gets answers of its initial weights; `allow` accepts them. With `lora` it has no effect, as
+            requests name their version.
         verify: Updates that verify what they load, as for `Subscriber`: `each`, `first`, or a number. The version is
-            compared before the engine uses it: after WeightsMismatchError the engine goes on with the one before. For
-            vLLM that is what its loader has written into new parameters; how vLLM packs these is not verified.
+            compared before the engine uses it. After WeightsMismatchError the engine keeps the version before, and
+            refuses requests until an update has succeeded (with `lora` it does not: requests name their version). For
+            vLLM, what is compared is what its loader has written; how vLLM packs this is not verified.
         detached: As for `Publisher`.
         timeout: Seconds of each update; None means RAYLANE_TIMEOUT_S (60 s).
 
@@ -74,21 +79,20 @@ def attach(
     ):
         if is_set and not is_known:
             raise ValueError(f"{option} cannot be used for {type(engine).__name__}{_HINTS[option]}")
+    shared: dict[str, Any] = {"verify": verify, "detached": detached, "timeout": timeout}
+    options: dict[str, Any] = {"pause": pause, "initial": initial, **shared}
     if isinstance(engine, Module):
         from raylane.weights.engines.module import ModuleAttachment
 
-        return ModuleAttachment(
-            engine, name, pause=pause, mapping=mapping, subset=subset, verify=verify, detached=detached, timeout=timeout
-        )
-    options: dict[str, Any] = {"verify": verify, "detached": detached, "timeout": timeout}
+        return ModuleAttachment(engine, name, mapping=mapping, subset=subset, **options)
     if hasattr(engine, "collective_rpc") and lora is not None:
         from raylane.weights.engines.vllm_lora import LoraAttachment
 
-        return LoraAttachment(engine, name, lora=lora, keep=keep, **options)
+        return LoraAttachment(engine, name, lora=lora, keep=keep, **shared)
     if hasattr(engine, "collective_rpc"):
         from raylane.weights.engines.vllm_engine import VllmAttachment
 
-        return VllmAttachment(engine, name, pause=pause, clear_cache=clear_cache, **options)
+        return VllmAttachment(engine, name, clear_cache=clear_cache, **options)
     raise TypeError(
         f"an engine is vLLM's LLM or AsyncLLM, or a torch module, got {type(engine).__name__}. Use weights.Subscriber "
         "for others"

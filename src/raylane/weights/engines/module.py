@@ -20,9 +20,10 @@ from torch.nn import Module
 
 from raylane.core.deadline import Deadline
 from raylane.errors import WeightsError, WeightsTimeoutError
-from raylane.weights.engines.attachment import EngineUpdate, check_pause
+from raylane.weights.engines.attachment import EngineUpdate, WantedVersion, check_pause, replace_method
 from raylane.weights.layout.mapping import Mapping
 from raylane.weights.service.client import cancellable, locked
+from raylane.weights.state.contents import check_initial
 from raylane.weights.subscriber import Subscriber
 
 
@@ -61,22 +62,6 @@ class Answer:
         return list(self._spans)
 
 
-def _replace(model: Any, method: str, call: Callable[..., Any]) -> Callable[[], None]:
-    """Let `call` take the place of a method, which is its first argument; return a function that undoes it."""
-    before = getattr(model, method)
-    had_its_own = method in vars(model)
-    replacement = functools.update_wrapper(functools.partial(call, before), before)  # generate() reads the signature
-    setattr(model, method, replacement)
-
-    def undo() -> None:
-        if vars(model).get(method) is replacement:  # else another library has wrapped it too
-            delattr(model, method)
-            if had_its_own:
-                setattr(model, method, before)
-
-    return undo
-
-
 class ModuleAttachment:
     """A torch module that reads weights. Made by `weights.attach`.
 
@@ -92,13 +77,16 @@ class ModuleAttachment:
         pause: str = "keep",
         mapping: Mapping | None = None,
         subset: bool = False,
+        initial: str = "refuse",
         verify: str | int | None = None,
         detached: bool = False,
         timeout: float | None = None,
     ) -> None:
         check_pause(pause)
+        check_initial(initial)
         model = getattr(model, "_orig_mod", model)  # torch.compile has wrapped it
         self.name, self._model, self._pause, self._timeout = name, model, pause, timeout
+        self._initial = initial
         # By name, so that transformers is not loaded for other modules.
         if mapping is None and any(kind.__name__ == "PreTrainedModel" for kind in type(model).__mro__):
             mapping = Mapping.record(functools.partial(_load, model))
@@ -114,9 +102,9 @@ class ModuleAttachment:
         # `generate` of a PeftModel calls the model within it.
         passing = model.get_base_model() if callable(getattr(model, "get_base_model", None)) else model
         # No hooks: torch does not call them after Ctrl-C.
-        self._undo: list[Callable[[], Any]] = [_replace(passing, "forward", self._pass)]
+        self._undo: list[Callable[[], Any]] = [replace_method(passing, "forward", self._pass)]
         if callable(getattr(model, "generate", None)):
-            self._undo.append(_replace(model, "generate", self._generate))
+            self._undo.append(replace_method(model, "generate", self._generate))
 
     @property
     def version(self) -> int:
@@ -141,40 +129,45 @@ class ModuleAttachment:
                 self._answers.discard(answer)
                 self._changed.notify_all()
 
-    def update(self, *, at_least: int = 1, timeout: float | None = None) -> EngineUpdate:
-        """Take the newest version. May be called while other threads compute answers.
+    def update(self, *, at_least: int = 1, version: int | None = None, timeout: float | None = None) -> EngineUpdate:
+        """Take the newest version, or the `version` of this number. May be called while other threads compute answers.
 
-        Waits for a version of the number `at_least` or more, if there is none yet.
+        Waits for that version, or one of the number `at_least` or more, if it is not there yet.
 
         Raises:
+            WeightsVersionError: The version of this number is gone.
             WeightsTimeoutError: There is no version; or, with `wait` and `abort`, answers did not end in time. The
                 model keeps what it has.
             WeightsLayoutError: The published tensors do not fit the model; nothing was changed.
-            WeightsMismatchError: With `verify`, tensors differ from those that were published; nothing was changed, but
-                `check` raises until an update has succeeded.
+            WeightsMismatchError: With `verify`, tensors differ from those that were published. The model keeps what it
+                has, and computes nothing until an update has succeeded.
         """
-        return self._update(at_least, Deadline.of_call(timeout or self._timeout))
+        return self._update(WantedVersion.of(at_least, version), Deadline.of_call(timeout or self._timeout))
 
-    def _update(self, at_least: int, deadline: Deadline) -> EngineUpdate:
+    def _update(self, wanted: WantedVersion, deadline: Deadline) -> EngineUpdate:
         began_s = time.perf_counter()
-        number = self._subscriber.fetch(at_least, deadline)
+        number = self._subscriber.fetch(wanted.number, deadline, exact=wanted.exact)
         with self._nobody_answers(deadline) if self._pause != "keep" else contextlib.nullcontext():
             paused_s = time.perf_counter()
             with locked(self._step, deadline, f"the model was not updated to version {number} of {self.name!r}"):
-                update = self._subscriber.take(number, deadline)
+                update = self._subscriber.take(number, deadline, exact=wanted.exact)
             ended_s = time.perf_counter()
         return EngineUpdate(
             update.version, update.step, update.changed, update.nbytes, ended_s - paused_s, ended_s - began_s
         )
 
-    async def update_async(self, *, at_least: int = 1, timeout: float | None = None) -> EngineUpdate:
+    async def update_async(
+        self, *, at_least: int = 1, version: int | None = None, timeout: float | None = None
+    ) -> EngineUpdate:
         """Do the same as `update` on a thread, without blocking the event loop."""
-        return await cancellable(lambda deadline: self._update(at_least, deadline), timeout or self._timeout)
+        wanted = WantedVersion.of(at_least, version)
+        return await cancellable(lambda deadline: self._update(wanted, deadline), timeout or self._timeout)
 
     def verify(self, *, timeout: float | None = None) -> int:
         """Compare the model with the version that it holds, as `Subscriber.verify`; return its number.
 
-        May be called while other threads compute answers.
+        May be called while other threads compute answers. After WeightsMismatchError the model computes nothing until
+        an update has succeeded.
         """
         return self._subscriber.verify(timeout=timeout or self._timeout)
 
@@ -183,8 +176,16 @@ class ModuleAttachment:
         self._subscriber.check(initial=initial)
 
     def invalidate(self) -> None:
-        """Note that the model lost its weights, as in a sleep that drops memory: the next update loads all again."""
+        """Note that the model lost its weights, as in a sleep that drops memory; it computes nothing until it has some.
+
+        The next update loads all again.
+        """
         self._subscriber.invalidate()
+
+    def reload(self, *, timeout: float | None = None) -> EngineUpdate:
+        """Load the version that the model has again. WeightsVersionError if it is gone: update instead."""
+        self.invalidate()
+        return self.update(version=max(self.version, 1), timeout=timeout)
 
     def __deepcopy__(self, memo: Any) -> ModuleAttachment:
         raise WeightsError(
@@ -221,6 +222,7 @@ class ModuleAttachment:
         """Call a model's own `forward` while no weights are exchanged."""
         # Reentrant: a pass may call the module again, as for a backward pass with checkpoints.
         with self._step:
+            self._subscriber.check(initial=self._initial)
             answer = getattr(self._current, "answer", None)
             if answer is not None:
                 answer.version = self.version

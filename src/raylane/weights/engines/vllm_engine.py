@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 import ray
 
 from raylane.core.deadline import Deadline
-from raylane.errors import WeightsError, WeightsInvalidError, WeightsTimeoutError
-from raylane.weights.engines.attachment import EngineUpdate, check_pause
+from raylane.errors import WeightsError, WeightsInvalidError, WeightsMismatchError, WeightsTimeoutError
+from raylane.weights.engines.attachment import EngineUpdate, WantedVersion, check_pause, replace_method
 from raylane.weights.engines.vllm_plugin import WORKER_METHOD
 from raylane.weights.engines.vllm_worker import raise_error
+from raylane.weights.state.contents import ReaderState, check_initial, check_state
 
 _T = TypeVar("_T")
 POLL_S = 0.005
@@ -106,34 +107,38 @@ class VllmReaders:
         if not self._is_async:
             run_now(self._attach())
 
-    def update(self, *, at_least: int = 1, timeout: float | None = None) -> EngineUpdate:
-        """Take the newest version into an `LLM`. For an `AsyncLLM`, await `update_async`.
+    def update(self, *, at_least: int = 1, version: int | None = None, timeout: float | None = None) -> EngineUpdate:
+        """Take the newest version, or the `version` of this number, into an `LLM`.
 
-        Waits for a version of the number `at_least` or more, if there is none yet. When it returns, all workers have
-        the version.
+        For an `AsyncLLM`, await `update_async`. Waits for that version, or one of the number `at_least` or more, if it
+        is not there yet. When it returns, all workers have the version.
 
         Raises:
+            WeightsVersionError: The version of this number is gone.
             WeightsTimeoutError: There is no version; or it was not here within `timeout` seconds. The engine goes on.
             WeightsLayoutError: The published tensors do not fit the model; nothing was changed.
             WeightsMismatchError: With `verify`, tensors of a worker differ from those that were published. The engine
-                goes on with the version before.
+                keeps the version before, and accepts no requests until an update has succeeded.
             WeightsInvalidError: Only some of the workers have exchanged their weights. Start the engine again.
             WeightsError: The versions of adapters have begun anew. Attach again.
         """
         if self._is_async:
             raise TypeError("the engine is an AsyncLLM: await update_async()")
-        return run_now(self.update_async(at_least=at_least, timeout=timeout))
+        return run_now(self.update_async(at_least=at_least, version=version, timeout=timeout))
 
-    async def update_async(self, *, at_least: int = 1, timeout: float | None = None) -> EngineUpdate:
-        """Take the newest version into an `AsyncLLM` that answers requests. Errors as those of `update`."""
+    async def update_async(
+        self, *, at_least: int = 1, version: int | None = None, timeout: float | None = None
+    ) -> EngineUpdate:
+        """Do the same as `update` for an `AsyncLLM` that answers requests. Errors as those of `update`."""
+        wanted = WantedVersion.of(at_least, version)
         began_s, deadline = time.perf_counter(), Deadline.of_call(timeout or self._timeout)
         async with self._updating:
             if not self._attached:  # an AsyncLLM cannot be called while `attach` runs
                 await self._attach()
-            return await self._take(at_least, deadline, began_s)
+            return await self._take(wanted, deadline, began_s)
 
-    async def _take(self, at_least: int, deadline: Deadline, began_s: float) -> EngineUpdate:
-        """Bring the newest version into all workers; `began_s` is when the update began."""
+    async def _take(self, wanted: WantedVersion, deadline: Deadline, began_s: float) -> EngineUpdate:
+        """Bring a version into all workers; `began_s` is when the update began."""
         raise NotImplementedError
 
     async def _attach(self) -> None:
@@ -151,10 +156,10 @@ class VllmReaders:
         """Call a method of the readers."""
         return await self._calls.workers(method, {"reader": self._reader, **options})
 
-    async def _prepared_version(self, version: int, deadline: Deadline) -> int:
-        """Let all workers prepare the newest version from this number on, the same one; return its number."""
+    async def _prepared_version(self, wanted: WantedVersion, deadline: Deadline) -> int:
+        """Let all workers prepare the wanted version, the same one; return its number."""
         while True:
-            options = {"version": version, "timeout": deadline.left_s()}
+            options = {"version": wanted.number, "exact": wanted.exact, "timeout": deadline.left_s()}
             raise_error(await self._call_workers("prepare", options))
             while True:
                 answers = await self._call_workers("prepared", {})
@@ -171,7 +176,9 @@ class VllmReaders:
             if len(set(numbers)) == 1:
                 self._pending_life = answers[0]["life"] or self._pending_life
                 return int(numbers[0])
-            version = max(numbers)  # a version was published meanwhile, and some workers have the one before
+            wanted = WantedVersion(
+                max(numbers), exact=False
+            )  # a version was published meanwhile, and some workers have the one before
 
     async def invalidate_async(self) -> None:
         """Note that the engine lost its weights, as in a sleep of level 2: the next update loads all again."""
@@ -193,19 +200,74 @@ class VllmReaders:
 class VllmAttachment(VllmReaders):
     """A vLLM engine that reads weights. Made by `weights.attach`.
 
-    A version is prepared while queued requests are computed, and exchanged between two steps.
+    A version is prepared while queued requests are computed, and exchanged between two steps. Requests are refused
+    before the first update, and after a sleep of level 2, in which vLLM drops the weights, until the next one.
+
+    Attributes:
+        state: `ReaderState` of the engine's weights.
     """
 
-    def __init__(self, engine: Any, name: str, *, pause: str, clear_cache: bool, **options: Any) -> None:
+    def __init__(
+        self, engine: Any, name: str, *, pause: str, clear_cache: bool, initial: str = "refuse", **options: Any
+    ) -> None:
         """Let the workers register. `options` as for `VllmReaders`."""
         check_pause(pause)
-        self._pause, self._clear_cache, self._invalid = pause, clear_cache, False
+        check_initial(initial)
+        self._pause, self._clear_cache, self._invalid, self._initial = pause, clear_cache, False, initial
+        self.state = ReaderState.INITIAL
         super().__init__(engine, name, reader="", **options)
+        # Each request passes here right before it is counted as under way.
+        processor = getattr(engine, "llm_engine", engine).output_processor
+        sleep = self._sleep_async if self._is_async else self._sleep
+        self._undo = [replace_method(processor, "add_request", self._check_and_add)]
+        if hasattr(engine, "sleep"):
+            self._undo.append(replace_method(engine, "sleep", sleep))
 
-    async def _take(self, at_least: int, deadline: Deadline, began_s: float) -> EngineUpdate:
+    def check(self, *, initial: str = "refuse") -> None:
+        """Raise WeightsInvalidError if the engine holds no whole version, as `Subscriber.check`."""
+        check_state(self.name, self.state, initial)
+
+    def _check_and_add(self, add_request: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            self.check(initial=self._initial)
+        except WeightsInvalidError as error:
+            from raylane.weights.engines.vllm_errors import EngineEmptyError
+
+            raise EngineEmptyError(str(error)) from None
+        return add_request(*args, **kwargs)
+
+    def _sleep(self, sleep: Callable[..., Any], level: int = 1, *args: Any, **kwargs: Any) -> Any:
+        """Call vLLM's own `sleep`. From level 2 on it drops the weights."""
+        if level > 1:
+            self.invalidate()
+        return sleep(level, *args, **kwargs)
+
+    async def _sleep_async(self, sleep: Callable[..., Any], level: int = 1, *args: Any, **kwargs: Any) -> Any:
+        if level > 1:
+            await self.invalidate_async()
+        return await sleep(level, *args, **kwargs)
+
+    async def invalidate_async(self) -> None:
+        """Note that the engine lost its weights: requests are refused until the next update, which loads all again."""
+        self.state = ReaderState.INVALID
+        if self._attached:
+            await super().invalidate_async()
+
+    async def close_async(self) -> None:
+        """Leave; the engine keeps its weights, and accepts requests again."""
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+        await super().close_async()
+
+    async def _take(self, wanted: WantedVersion, deadline: Deadline, began_s: float) -> EngineUpdate:
         if self._invalid:
             raise WeightsInvalidError(f"the workers of this engine use different versions of {self.name!r}. Restart it")
-        number = await self._prepared_version(at_least, deadline)
+        try:
+            number = await self._prepared_version(wanted, deadline)
+        except WeightsMismatchError:
+            self.state = ReaderState.MISMATCH
+            raise
         paused_s = time.perf_counter()
         try:
             await self._calls.pause(self._pause, clear_cache=self._clear_cache)
@@ -214,8 +276,10 @@ class VllmAttachment(VllmReaders):
             taken = {each.get("version") for each in answers}
             if taken != {number}:
                 self._invalid = len(answers) > 1
+                self.state = ReaderState.INVALID if self._invalid else self.state
                 raise_error(answers)
                 raise WeightsInvalidError(f"the workers of this engine took versions {taken}. Start it again")
+            self.state = ReaderState.VALID
             await self._calls.set_version(number)
         finally:
             if not self._invalid:  # workers with different weights must not answer

@@ -13,15 +13,15 @@ import uuid
 from dataclasses import fields
 from typing import Any
 
-from vllm.exceptions import VLLMValidationError
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 
 from raylane.core.deadline import Deadline
-from raylane.errors import WeightsError, WeightsLostError
-from raylane.weights.engines.attachment import EngineUpdate
+from raylane.errors import WeightsError, WeightsVersionError
+from raylane.weights.engines.attachment import EngineUpdate, WantedVersion
 from raylane.weights.engines.vllm_adapters import SCHEME
 from raylane.weights.engines.vllm_engine import VllmReaders
+from raylane.weights.engines.vllm_errors import AdapterLostError
 from raylane.weights.engines.vllm_worker import raise_error
 
 GATE = "_raylane_gate"
@@ -36,10 +36,6 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "target_modules": (str, list, tuple, set),
 }
 """Fields of PEFT's configuration that must be there, and their types."""
-
-
-class AdapterLostError(WeightsLostError, VLLMValidationError):  # type: ignore[misc]
-    """A request names a version of adapters that the engine has not. The engine goes on; vLLM's server answers 400."""
 
 
 class AdapterGate:
@@ -142,10 +138,16 @@ class LoraAttachment(VllmReaders):
             )
         return self._requests[number]
 
-    async def _take(self, at_least: int, deadline: Deadline, began_s: float) -> EngineUpdate:
+    async def _take(self, wanted: WantedVersion, deadline: Deadline, began_s: float) -> EngineUpdate:
         # After each error the engine has the versions that it had.
+        if wanted.exact and wanted.number < self.version:
+            known = ", ".join(map(str, self._requests))
+            raise WeightsVersionError(
+                f"the engine has version {self.version} of {self.name!r}, and takes no earlier one such as "
+                f"{wanted.number}. Requests may name those that it has: {known}"
+            )
         life = self._pending_life
-        number = await self._prepared_version(at_least, deadline)
+        number = await self._prepared_version(wanted, deadline)
         if number < self.version or (self._pending_life != life and number in self._requests):
             raise WeightsError(
                 f"{self.name!r} was dropped: its versions have begun anew with {number}, and the engine has "

@@ -181,7 +181,8 @@ class _Preparation:
             try:
                 if before is not None:
                     before.join()
-                self.version = subscriber.prefetch(options["version"], timeout=options["timeout"])
+                number, exact, timeout = options["version"], options["exact"], options["timeout"]
+                self.version = subscriber.prefetch(number, exact=exact, timeout=timeout)
             except Exception as error:
                 self.error = error
 

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from raylane.core.deadline import Deadline
 from raylane.core.memory.file_locks import READ, UNLOCK, WRITE, is_free, lock
 from raylane.core.memory.segment import Segment
+from raylane.core.memory.windows import StagedFile, Window
 from raylane.errors import WeightsLostError, WeightsTimeoutError
 
 # Only for annotations: keepers import this module, and need no torch.
@@ -81,14 +82,10 @@ def mark_dropped(segment: Segment) -> None:
 class OpenSlot:
     """A slot of another process, mapped in this one. Not thread-safe."""
 
-    def __init__(self, path: str, ranks: int, *, private: bool) -> None:
-        """Map a slot. OSError (FileNotFoundError if it is gone) as `Segment.open`.
-
-        With `private`, what this process writes to the memory stays in this process.
-        """
-        self._segment = Segment.open(path, private=private, keep_fd=True)
+    def __init__(self, path: str, ranks: int) -> None:
+        """Map a slot. OSError (FileNotFoundError if it is gone) as `Segment.open`."""
+        self._segment = Segment.open(path, keep_fd=True)
         self._ranks = ranks
-        self._private = private
         self._pid = os.getpid()
 
     @property
@@ -96,11 +93,12 @@ class OpenSlot:
         assert self._segment.fd is not None, "the slot was closed"
         return self._segment.fd
 
-    def memory(self) -> torch.Tensor:
-        """Return the part as bytes. Tensors over them keep the mapping, not the lock."""
+    def memory(self, window: Window | None = None) -> torch.Tensor:
+        """Return the part as bytes, or those in a window that shows it. Tensors over them keep memory, not the lock."""
         import torch
 
-        return torch.frombuffer(self._segment.memory, dtype=torch.uint8, offset=data_offset(self._ranks))
+        memory = self._segment.memory if window is None else window.memory
+        return torch.frombuffer(memory, dtype=torch.uint8, offset=data_offset(self._ranks))
 
     def numbers(self) -> tuple[int, ...]:
         """Return the number of the version that each rank has written; 0 for a rank that writes."""
@@ -152,6 +150,17 @@ class OpenSlot:
             _WORD.pack_into(self._segment.view, _word_at(rank), number)
         lock(self._fd, READ)
 
+    def empty(self, newest: int) -> None:
+        """Free the pages of the part, unless somebody holds or writes it, or it has a later version than `newest`."""
+        if not lock(self._fd, WRITE, PAGE_BYTES, self._ranks * _WORD.size):
+            return
+        numbers = self.numbers()
+        if 0 < max(numbers) <= newest:
+            for rank in range(self._ranks):
+                _WORD.pack_into(self._segment.view, _word_at(rank), 0)
+            self._segment.discard(data_offset(self._ranks))
+        self.release()
+
     def hold(self, number: int) -> None:
         """Keep everybody from writing until `release`. StaleSlot if the slot does not hold this version whole."""
         # Looked at before, too, as a release would end what this process holds of another version.
@@ -170,10 +179,13 @@ class OpenSlot:
         fd = self._segment.fd
         return fd is not None and is_free(fd, READ) and set(self.numbers()) == {number}
 
-    def forget_writes(self) -> None:
-        """Drop what this process wrote to its private mapping; does nothing to a shared one."""
-        if self._private:
-            self._segment.forget_writes()
+    def stage(self) -> StagedFile:
+        """Return the slot as a file that a window can show; writes to it stay in this process."""
+        return StagedFile(self._fd, self._segment.nbytes)
+
+    def window(self) -> Window:
+        """Return a window for slots of this size."""
+        return Window(self._segment.nbytes)
 
     def release(self) -> None:
         """Permit the ranks to write again. Does nothing in a forked child, whose parent holds the slot."""

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 
 import torch
 
+from raylane.core.memory.windows import StagedFile, Window
 from raylane.weights.layout.plan import Plan
 from raylane.weights.memory.devices import PreparedCopy
 from raylane.weights.memory.slots import OpenSlot
@@ -18,9 +19,7 @@ MOST_SLOTS = 8
 class Sources:
     """Slots of all parts that a reader has read, the last ones of each part."""
 
-    def __init__(self, *, private: bool) -> None:
-        """Map slots so that writes of this process stay in it, with `private`."""
-        self._private = private
+    def __init__(self) -> None:
         self._slots: dict[str, dict[str, OpenSlot]] = {}
         """Slots by part and path, the last used one at the end."""
         self._views: dict[tuple[str, ...], list[torch.Tensor]] = {}
@@ -29,7 +28,7 @@ class Sources:
         """Copies into the reader's tensors, by the same paths: they have addresses within the slots."""
 
     def slot(self, part: str, path: str, ranks: int, *, in_use: Collection[OpenSlot]) -> OpenSlot:
-        """Return a slot of a part with so many ranks. Writes of this process to it are undone.
+        """Return a slot of a part with so many ranks.
 
         Too many slots end the one that was used longest ago, and is not `in_use`.
         """
@@ -41,9 +40,7 @@ class Sources:
                 slots.pop(oldest).close()
                 self._views = {paths: views for paths, views in self._views.items() if oldest not in paths}
                 self.copies = {paths: copy for paths, copy in self.copies.items() if oldest not in paths}
-            slot = OpenSlot(path, ranks, private=self._private)
-        else:
-            slot.forget_writes()
+            slot = OpenSlot(path, ranks)
         slots[path] = slot
         return slot
 
@@ -67,3 +64,29 @@ class Sources:
                 slot.close()
         self._slots.clear()
         self.forget_views()
+
+
+class MappedParts:
+    """Windows in which the tensors of a reader lie: one for each part, which shows the slots of a version."""
+
+    def __init__(self) -> None:
+        self._windows: dict[str, Window] = {}
+        self._pieces: list[torch.Tensor] = []
+        """Pieces of the plan in the windows; none before the first version of a plan."""
+
+    def pieces(self, plan: Plan, slots: Mapping[str, OpenSlot]) -> list[torch.Tensor]:
+        """Return the pieces of a plan in the windows: the same list until `forget`. To be read after `show`."""
+        if not self._pieces:
+            self._windows = {part: slot.window() for part, slot in slots.items()}
+            memories = {part: slot.memory(self._windows[part]) for part, slot in slots.items()}
+            self._pieces = stored_pieces(plan, memories)
+        return self._pieces
+
+    def show(self, staged: Mapping[str, StagedFile]) -> None:
+        """Let the windows show the slots of a version. If that fails, some may show it, and some the one before."""
+        for part, file in staged.items():
+            self._windows[part].show(file)
+
+    def forget(self) -> None:
+        """Forget the windows of a plan that was replaced. Tensors in them keep what they show."""
+        self._windows, self._pieces = {}, []

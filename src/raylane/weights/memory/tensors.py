@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import operator
+import re
 import sys
-from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +19,7 @@ from raylane.transport.value.leaf_memory import lacking_memory, opaque, overlaps
 from raylane.weights.layout.boxes import Box, Division, HeldBox, StoredBox, StoredLayout, TensorLayout, View, divide
 from raylane.weights.layout.plan import Plan
 from raylane.weights.layout.recording import Record
+from raylane.weights.memory.structure import Structure, check_complete, homes_of, ties_of
 
 
 class Part(NamedTuple):
@@ -42,6 +46,8 @@ The C library kept 1.1 GB for 64 MB of weights that were replaced again and agai
 PLAIN = {torch.Tensor, Parameter}
 """Types of tensors that are no DTensors."""
 _dtype, _shape = operator.attrgetter("dtype"), operator.attrgetter("shape")
+PublishedDtype = torch.dtype | Mapping[str, torch.dtype | None] | None
+"""One dtype for all tensors, or dtypes by regular expression; None: as they are."""
 Places = Mapping[str, Part] | Callable[[str, torch.Tensor], Part | None] | None
 
 
@@ -62,67 +68,20 @@ def inner_of(tensor: Any) -> torch.Tensor:
     return inner
 
 
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Make many objects at once without Python's search for cycles, which takes longer than to make them."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def _kind(tensor: Any) -> _Kind:
     return _Kind(tuple(tensor.shape), tuple(inner_of(tensor).shape), getattr(tensor, "placements", None))
-
-
-Homes = dict[str, tuple[MutableMapping[str, Any], str]]
-"""Mapping and key in it, by name of the tensor."""
-WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
-"""Names of the one submodule of a wrapper (checkpoint_wrapper, offload_wrapper, torch.compile), left out of names."""
-
-
-def _homes_of(model: Any) -> Homes:
-    """Return where the tensors of a model are now. Names are those of the model without wrappers."""
-    if not isinstance(model, Module):
-        return {name: (model, name) for name in model}
-    homes: Homes = {}
-    waiting: list[tuple[str, Module]] = [("", model)]
-    while waiting:  # in the order of `named_modules`, several times as quick
-        prefix, module = waiting.pop()
-        transient = getattr(module, "_non_persistent_buffers_set", ())
-        for home in (module._parameters, module._buffers):
-            for key, tensor in home.items():
-                if tensor is not None and (home is module._parameters or key not in transient):
-                    homes[f"{prefix}{key}"] = home, key
-        is_parallel = isinstance(module, torch.nn.parallel.DistributedDataParallel)
-        children = [
-            (prefix if key in WRAPPERS or (is_parallel and key == "module") else f"{prefix}{key}.", child)
-            for key, child in module._modules.items()
-            if child is not None
-        ]
-        waiting += reversed(children)
-    return homes
-
-
-def _ties(homes: Homes) -> dict[str, str]:
-    """Return further names of tensors, and the first name of each."""
-    first_names: dict[int, str] = {}
-    firsts = {name: first_names.setdefault(id(home[key]), name) for name, (home, key) in homes.items()}
-    return {name: first for name, first in firsts.items() if name != first}
-
-
-def _check_complete(model: Module, homes: Homes) -> None:
-    """Refuse modules that keep weights where nobody finds them by the names of parameters and buffers."""
-    parallel = sys.modules.get("torch.distributed.fsdp")
-    if parallel is not None and any(isinstance(each, parallel.FullyShardedDataParallel) for each in model.modules()):
-        raise WeightsLayoutError(
-            "the model is wrapped in FullyShardedDataParallel (FSDP1), which hides its tensors. Use fully_shard "
-            "(FSDP2), or pass the dict of torch.distributed.checkpoint.state_dict.get_model_state_dict"
-        )
-    known = {id(home[key]) for home, key in homes.values()}
-    hidden = []
-    for name, value in model.state_dict(keep_vars=True).items():
-        if isinstance(value, torch.Tensor):
-            path = ".".join(part for part in name.split(".") if part not in WRAPPERS)
-            hidden += [] if id(value) in known or path in homes else [name]
-        elif isinstance(value, list | tuple) and any(isinstance(each, torch.Tensor) for each in value):
-            hidden.append(name)
-    if hidden:
-        raise WeightsLayoutError(
-            f"{len(hidden)} entries of state_dict() are no parameters or buffers, as those of quantize_dynamic: "
-            f"{listed(hidden)}. Pass a dict of plain tensors by name, or the model before it was converted"
-        )
 
 
 class NamedTensors:
@@ -139,7 +98,7 @@ class NamedTensors:
         if not isinstance(model, Module | Mapping):
             raise TypeError(f"weights are those of a torch module or a dict of tensors by name, got {type(model)}")
         self._model = model
-        self._homes = _homes_of(model)
+        self._homes, self._structure = homes_of(model), Structure(model)
         for name, tensor in self.items():
             if not isinstance(name, str):
                 raise TypeError(f"names of tensors are texts, got {name!r} of type {type(name).__name__}")
@@ -148,8 +107,8 @@ class NamedTensors:
             if (reason := opaque(inner_of(tensor))) is not None:
                 raise WeightsLayoutError(f"{name!r} cannot be published or read: {reason}")
         if isinstance(model, Module):
-            _check_complete(model, self._homes)
-        self.same = _ties(self._homes)
+            check_complete(model, self._homes)
+        self.same = ties_of(self._homes)
         """Further names of tensors, and the first name of each: tied weights."""
         self._kinds = {name: _kind(tensor) for name, tensor in self.items()}
         """Shape and division of each tensor, on which layouts and plans rely."""
@@ -160,9 +119,14 @@ class NamedTensors:
 
         WeightsLayoutError if names were added or removed, or if other tensors are tied now.
         """
-        homes = _homes_of(self._model)
+        structure = Structure(self._model)
+        if structure == self._structure:  # so are names and ties
+            return
+        homes, ties = homes_of(self._model), None
+        if homes.keys() == self._homes.keys():
+            ties = ties_of(homes)
         again = "Make a new publisher or subscriber"
-        if homes.keys() != self._homes.keys():
+        if ties is None:
             added, removed = homes.keys() - self._homes.keys(), self._homes.keys() - homes.keys()
             changes = [
                 f"{text} {listed(sorted(names))}" for text, names in (("added", added), ("removed", removed)) if names
@@ -170,7 +134,6 @@ class NamedTensors:
             raise WeightsLayoutError(
                 f"the model has other tensors than at its registration: {'; '.join(changes)}. {again}"
             )
-        ties = _ties(homes)
         if ties != self.same:
             changed = sorted({*ties.items()} ^ {*self.same.items()})
             texts = [
@@ -180,7 +143,7 @@ class NamedTensors:
                 f"the model has other ties than at its registration: {'; '.join(texts[:3])}. Tie the tensors as they "
                 f"were (tie_weights()), or: {again.lower()}"
             )
-        self._homes = homes
+        self._homes, self._structure = homes, structure
 
     def items(self) -> list[tuple[str, Any]]:
         """Return all names with their present tensors."""
@@ -246,15 +209,13 @@ class NamedTensors:
 
     def check_unmerged(self) -> None:
         """Raise WeightsLayoutError if adapters were merged into the base (PEFT): an update would add them twice."""
-        if isinstance(self._model, Module):
-            merged = next(
-                (name for name, each in self._model.named_modules() if getattr(each, "merged", 0) is True), None
+        merged = next((each for each in self._structure.adapted if getattr(each, "merged", 0) is True), None)
+        if merged is not None and isinstance(self._model, Module):
+            name = next(name for name, each in self._model.named_modules() if each is merged)
+            raise WeightsLayoutError(
+                f"{name!r} has merged its adapters into the base weights, which an update would overwrite. Call "
+                "unmerge_adapter() before it, and merge again afterwards"
             )
-            if merged is not None:
-                raise WeightsLayoutError(
-                    f"{merged!r} has merged its adapters into the base weights, which an update would overwrite. Call "
-                    "unmerge_adapter() before it, and merge again afterwards"
-                )
 
     def memory(self) -> tuple[list[Any], ...]:
         """Return address, shape, strides and dtype of all tensors: while they stay the same, so do views of them."""
@@ -262,7 +223,9 @@ class NamedTensors:
         if set(map(type, tensors)) - PLAIN:
             self.check(meta=True)  # else torch would raise errors of its own
             tensors = [inner_of(tensor) for tensor in tensors]
-        return tuple(list(map(read, tensors)) for read in (torch.Tensor.data_ptr, _shape, torch.Tensor.stride, _dtype))
+        reads = (torch.Tensor.data_ptr, _shape, torch.Tensor.stride, _dtype)
+        with _uncollected():
+            return tuple(list(map(read, tensors)) for read in reads)
 
     def set_memory(self, name: str, memory: torch.Tensor) -> None:
         """Let a tensor lie in other memory of its shape and dtype. One on the meta device is replaced."""
@@ -344,10 +307,47 @@ class PublishedTensors(NamedTensors):
         self.version = prepared | {name: prepared[first] for name, first in self._further.items()}
 
 
+def published_dtypes(
+    tensors: Mapping[str, torch.Tensor], dtype: PublishedDtype, *, whole: bool = True
+) -> dict[str, torch.dtype]:
+    """Return the dtype in which each tensor is published, as `Publisher` describes. ValueError for what it refuses.
+
+    With `whole`, the tensors are all of a model, so that each pattern has to decide on one of them.
+    """
+    by_pattern = dtype if isinstance(dtype, Mapping) else {"": dtype}
+    compiled = []
+    for pattern, target in by_pattern.items():
+        try:
+            compiled.append((re.compile(pattern), target))
+        except (re.error, TypeError) as error:
+            raise ValueError(f"dtype has the key {pattern!r}, which is no regular expression: {error}") from None
+        if target is not None and not getattr(target, "is_floating_point", False):
+            raise ValueError(f"dtype must be a floating-point dtype such as torch.bfloat16, got {target!r}")
+        if target is not None and target.itemsize == 1 and dtype is target:
+            raise ValueError(
+                f"dtype must have two bytes or more, got {target!r}: quantise weights with their scales before they "
+                "are published, or name the tensors that are to be converted without a scale: dtype={pattern: dtype}"
+            )
+    used: set[re.Pattern[str]] = set()
+    dtypes = {}
+    for name, tensor in tensors.items():
+        found = next(((pattern, target) for pattern, target in compiled if pattern.search(name)), None)
+        used.update(() if found is None else {found[0]})
+        target = None if found is None or not tensor.dtype.is_floating_point else found[1]
+        dtypes[name] = target or tensor.dtype
+    unused = [pattern.pattern for pattern, _ in compiled if pattern not in used]
+    if whole and unused and dtype is by_pattern:
+        raise ValueError(
+            f"dtype has patterns that decide on no tensor: {listed(unused)}. The first pattern that is found in a name "
+            f"counts; the names are {listed(list(tensors))}"
+        )
+    return dtypes
+
+
 def layout_of(
-    tensors: Mapping[str, torch.Tensor], places: Places, dtype: torch.dtype | None
+    tensors: Mapping[str, torch.Tensor], places: Places, dtypes: Mapping[str, torch.dtype] | None = None
 ) -> dict[str, TensorLayout]:
-    """Return the layout of a rank's tensors. Floating-point tensors count as `dtype` where it is given.
+    """Return the layout of a rank's tensors, which count as of these dtypes (None: as they are).
 
     WeightsLayoutError for a DTensor of partial sums, and for a part that does not lie in its whole tensor.
     """
@@ -359,7 +359,7 @@ def layout_of(
             raise ValueError(f"places has no tensors of the names {listed(unknown)}; there are {listed(list(tensors))}")
     layout = {}
     for name, tensor in tensors.items():
-        cast = dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
+        cast = tensor.dtype if dtypes is None else dtypes[name]
         shape = tuple(tensor.shape)
         held: tuple[HeldBox, ...]
         if hasattr(tensor, "placements"):

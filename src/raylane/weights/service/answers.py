@@ -34,6 +34,8 @@ class VersionInfo:
     """Bytes copied between hosts so far: `dense` as whole chunks, `delta` as patches of changed elements."""
     mismatches: int = 0
     """Number of transfers that were repeated whole, because patches did not make the bytes of the trainer's host."""
+    held: bool = False
+    """True if it is kept beyond `keep`, until it is released."""
 
 
 @dataclass(frozen=True)
@@ -66,3 +68,5 @@ class WriteOrder(NamedTuple):
     generation: GenerationKey
     stored: StoredLayout | None
     """None if the rank has the layout of this generation."""
+    slots: int
+    """Number of slots of this host."""

@@ -136,10 +136,10 @@ class Catalogue:
         await self._wait(entry, lambda: start.state is not StartState.FORMING, deadline.left_s(), unregistered)
         host = start.members[rank].host
         if start is ledger.start:  # an earlier catalogue may have counted further
-            await self._slots(entry, ledger.generations[-1], host, host)
+            await self._slots(entry, ledger.generations[-1], host, host, 0)
         version = await self._wait(entry, lambda: ledger.begin(start, rank, step), deadline.left_s(), missing)
         generation = version.generation
-        paths = await self._slots(entry, generation, host, host)
+        paths = await self._slots(entry, generation, host, host, version.slot)
         ranks = generation.ranks_of(host)
         generation_key = ledger.life, generation.number
         return WriteOrder(
@@ -147,6 +147,7 @@ class Catalogue:
             SlotPlace(paths[version.slot], len(ranks), ranks.index(rank)),
             generation_key,
             None if known == generation_key else generation.stored,
+            len(paths),
         )
 
     async def done(self, name: str, key: VersionKey, rank: int, digests: bytes | None = None) -> None:
@@ -161,9 +162,24 @@ class Catalogue:
                 if entry.used_parts.get(host) != used:
                     entry.used_parts[host] = used
                     keeper.drop.remote(self._turn(), name, used)
-            if (version := entry.ledger.committed(number)) is not None:
+            if (version := entry.ledger.find(number)) is not None:
                 entry.copies.make_patches(version)
+            entry.copies.give_back(entry.ledger)
         await self._notify(entry)
+
+    async def hold(self, name: str, number: int, life: str | None, holder: str) -> None:
+        """Keep a version of a life (None: the present one) until its holder releases it."""
+        ledger = self._entry(name).ledger
+        if life not in (None, ledger.life):
+            raise WeightsLostError(f"{name!r} was dropped, and version {number} with it. Publish again")
+        ledger.hold(number, holder)
+
+    async def release(self, name: str, number: int, life: str | None, holder: str) -> None:
+        """Let a version go; ignores what is not held."""
+        entry = self._entries.get(name)
+        if entry is not None and life in (None, entry.ledger.life):
+            entry.ledger.release(number, holder)
+            entry.copies.give_back(entry.ledger)
 
     async def wait_for_readers(
         self, name: str, number: int, life: str | None, readers: int | None, timeout_s: float | None
@@ -216,20 +232,29 @@ class Catalogue:
         return self._reader_infos(self._entries_of(name))
 
     async def offer(
-        self, key: ReaderKey, used: VersionKey, at_least: int, known: GenerationKey | None, timeout_s: float | None
+        self,
+        key: ReaderKey,
+        used: VersionKey,
+        number: int,
+        exact: bool,
+        known: GenerationKey | None,
+        timeout_s: float | None,
     ) -> VersionOffer:
-        """Wait until a version from this number on is committed; return the newest one to a reader that uses another.
+        """Wait until the version of this number is committed (`exact`), or one from it on; return it, or the newest.
 
-        A reader that is not known here had joined an earlier catalogue, and joins again.
+        `used` is the version that the reader uses. One that is not known here had joined an earlier catalogue, and
+        joins again.
         """
         name, host = key.name, key.host
         entry = self._entry(name)
         if self._join(key, used):
             await self._notify(entry)
 
-        def newest() -> Version | None:
+        def wanted() -> Version | None:
+            if exact:
+                return entry.ledger.exactly(number)
             version = entry.ledger.newest()
-            return version if version is not None and version.number >= at_least else None
+            return version if version is not None and version.number >= number else None
 
         def missing() -> str:
             opened = entry.ledger.open_version()
@@ -238,9 +263,9 @@ class Catalogue:
             others = [other for other, each in self._entries.items() if not each.ledger.is_empty()]
             if name not in others:
                 state += f"; published are {', '.join(map(repr, others)) or 'no other weights'}"
-            return f"version {at_least} of {name!r} is not there: {state}" + (f"; lost: {lost}" if lost else "")
+            return f"version {number} of {name!r} is not there: {state}" + (f"; lost: {lost}" if lost else "")
 
-        version = await self._wait(entry, newest, timeout_s, missing)
+        version = await self._wait(entry, wanted, timeout_s, missing)
         generation = version.generation
         ranks = {part: len(generation.ranks_of(part)) for part in set(generation.hosts)}
         path = generation.slots[host, host][version.slot] if version.has_own_part(host) else None
@@ -258,13 +283,13 @@ class Catalogue:
         """
         entry = self._entry(name)
         deadline = Deadline(timeout_s)
-        version = entry.ledger.committed(number)
+        version = entry.ledger.find(number)
         if version is None:
             return None
         slots: dict[str, list[str]] = {}
         try:
             for part, chunks in wanted.items():
-                slots[part] = await self._slots(entry, version.generation, host, part)
+                slots[part] = await self._slots(entry, version.generation, host, part, version.slot)
                 if not await entry.copies.prepare(version, part, host, chunks, deadline.left_s()):
                     return None
         except ray.exceptions.RayTaskError as error:  # of `begin_copy`
@@ -326,6 +351,7 @@ class Catalogue:
                 tuple(version.missing()),
                 dict(version.copied_bytes),
                 version.mismatches,
+                entry.ledger.is_held(version.number),
             )
             for entry in entries
             for version in entry.ledger.versions
@@ -463,17 +489,18 @@ class Catalogue:
                 f"after {timeout_s or 0:.1f} s {missing()}. Raise the timeout if that is expected"
             ) from None
 
-    async def _slots(self, entry: _NamedWeights, generation: Generation, host: str, part: str) -> list[str]:
-        """Return the paths of a host's slots for a part, which the first call makes."""
+    async def _slots(self, entry: _NamedWeights, generation: Generation, host: str, part: str, slot: int) -> list[str]:
+        """Return the paths of a host's slots for a part, which the first call makes: all up to this one at least."""
         async with entry.making[host]:
-            if (host, part) in generation.slots:
+            count = max(slot + 1, entry.ledger.slots_needed(generation))
+            if len(generation.slots.get((host, part), ())) >= count:
                 return generation.slots[host, part]
             self._check_dropped(entry)  # else the slots would have no name that could be dropped
             keeper = self._keeper(host)
             name, kind = entry.ledger.name, _kind(generation, part)
 
             def make() -> Awaitable[Any]:
-                return answered(keeper, host, keeper.make.remote(self._turn(), name, kind, generation.keep))
+                return answered(keeper, host, keeper.make.remote(self._turn(), name, kind, count))
 
             generation.being_made.add((host, part))
             try:
@@ -489,7 +516,8 @@ class Catalogue:
                 raise own_error(error) from None
             finally:
                 generation.being_made.discard((host, part))
-            generation.slots[host, part] = paths
+            known = generation.slots.setdefault((host, part), paths)
+            known += paths[len(known) :]  # the same list, by which copies know that it is of the same keeper
             if host == part:
                 entry.ledger.resume_after(number)  # of an earlier catalogue
             return generation.slots[host, part]

@@ -13,7 +13,7 @@ from raylane.errors import WeightsTimeoutError
 from raylane.weights.chunks.patches import SlotVersion
 from raylane.weights.chunks.spread import Spread, Transfer
 from raylane.weights.service.keeper import SILENCE_S, Fetch, Turn
-from raylane.weights.state.ledger import Version
+from raylane.weights.state.ledger import Ledger, Version
 
 ASK_S = 5.0
 """Seconds after which a keeper that still works on a call is asked for another answer, and again."""
@@ -97,6 +97,14 @@ class Copies:
             slowest = min(links, default=None)
             if hosts and None not in slots and generation.delta.most_patch_bytes(1 << 20, slowest) > 0:
                 self._keeper(part).make_patches.remote(*slots, generation.runs(part), generation.delta, slowest)
+
+    def give_back(self, ledger: Ledger) -> None:
+        """Let the keepers free the memory of slots that are not needed since versions were released."""
+        newest = ledger.newest()
+        for generation in ledger.generations:
+            for (host, _), paths in generation.slots.items():
+                for slot in ledger.surplus(generation, len(paths)):
+                    self._keeper(host).empty.remote(paths[slot], 0 if newest is None else newest.number)
 
     async def _hold(self, version: Version, part: str, holder: str) -> bool:
         """Let a keeper keep its copy from being overwritten. Return False if it has none any more."""

@@ -6,6 +6,7 @@ It decides nothing. Slots live in a process of their own so that a version outli
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import threading
 import time
@@ -236,6 +237,18 @@ class Keeper:
                 if slot is not None:
                     slot.close()
 
+    async def empty(self, path: str, newest: int) -> None:
+        """Free the memory of a slot, unless somebody uses it, or it has a later version than `newest` by now."""
+        await asyncio.to_thread(self._empty, path, newest)
+
+    def _empty(self, path: str, newest: int) -> None:
+        with contextlib.suppress(WeightsLostError, OSError):  # it was given up
+            slot = self._reopen(path)  # for a lock of its own
+            try:
+                slot.empty(newest)
+            finally:
+                slot.close()
+
     # Copies
 
     async def begin_copy(self, turn: Turn, path: str, number: int, timeout_s: float | None) -> None:
@@ -382,4 +395,4 @@ class Keeper:
         ranks = [at[1].ranks for at, slots in self._slots.items() if path in [slot.path for slot in slots]]
         if not ranks:
             raise WeightsLostError(f"this host has given up the slot {path}. Update again")
-        return OpenSlot(path, ranks[0], private=False)
+        return OpenSlot(path, ranks[0])

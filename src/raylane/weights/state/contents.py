@@ -7,7 +7,7 @@ import enum
 from raylane.errors import WeightsInvalidError
 
 INITIAL = ("refuse", "allow")
-"""What `check` does before the first update."""
+"""What `check` and engines do before the first update."""
 
 
 class ReaderState(enum.Enum):
@@ -23,10 +23,15 @@ class ReaderState(enum.Enum):
     """A version whose verification has failed."""
 
 
-def check_state(name: str, state: ReaderState, initial: str) -> None:
-    """Raise WeightsInvalidError if the tensors of a reader hold no whole version; `initial` is one of `INITIAL`."""
+def check_initial(initial: str) -> None:
+    """Raise ValueError for an unknown value of `initial`."""
     if initial not in INITIAL:
         raise ValueError(f"initial must be 'refuse' or 'allow', got {initial!r}")
+
+
+def check_state(name: str, state: ReaderState, initial: str) -> None:
+    """Raise WeightsInvalidError if the tensors of a reader hold no whole version; `initial` is one of `INITIAL`."""
+    check_initial(initial)
     if state is ReaderState.INVALID:
         raise WeightsInvalidError(
             f"the tensors hold no whole version of {name!r}: an update broke off while it wrote, or invalidate() was "
@@ -40,5 +45,5 @@ def check_state(name: str, state: ReaderState, initial: str) -> None:
     if state is ReaderState.INITIAL and initial == "refuse":
         raise WeightsInvalidError(
             f"the tensors hold no version of {name!r} yet. Update before the model is used, or accept its own weights "
-            "with check(initial='allow')"
+            "with initial='allow'"
         )

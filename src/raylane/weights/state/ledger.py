@@ -9,9 +9,10 @@ in the same generation; another world size or layout begins the next one, and ve
 Numbers of versions and generations never repeat within the *life* of a name, which `drop` and the end of the catalogue
 end. So the life and a number together identify a version, and everybody who compares versions compares both.
 
-Every host of a generation has `keep` slots. A version takes the slot of the oldest version that is not among the newest
-`keep - 1` committed ones. A writer then waits for the readers of that slot, by its lock (`memory.slots`). Called by
-`catalogue`.
+Every host of a generation has `keep` slots, and one more for each version that is held. A version takes the slot of the
+oldest version that is neither held nor among the newest `keep - 1` of the other committed ones. A writer then waits for
+the readers of that slot, by its lock (`memory.slots`). Slots that are free when a version is let go stay, without their
+memory. Called by `catalogue`.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from raylane.core.state_table import StateTable, unchanged
-from raylane.errors import WeightsError, WeightsLayoutError, WeightsLostError
+from raylane.errors import WeightsError, WeightsLayoutError, WeightsLostError, WeightsVersionError
 from raylane.weights.chunks.delta import DeltaOptions, Run, runs_of
 from raylane.weights.chunks.spread import Spread
 from raylane.weights.layout.boxes import Layout, StoredLayout, store
+from raylane.weights.state.options import MOST_KEEP
 from raylane.weights.state.starts import (
     Decision,
     RankKey,
@@ -74,6 +76,10 @@ TRANSITIONS = StateTable(
         **unchanged(VersionState.LOST, [VersionEvent.KEEPER_DIED]),
     }
 )
+
+
+KEPT = (VersionState.OPEN, VersionState.COMMITTED)
+"""States of versions that have their slots."""
 
 
 @dataclass
@@ -218,6 +224,8 @@ class Ledger:
         self.generations: list[Generation] = []
         self.versions: list[Version] = []
         """Versions from the oldest to the newest; those without a slot are dropped."""
+        self._holders: dict[int, set[str]] = {}
+        """Who holds a version, by its number."""
         self._numbers = 0
         self._generation_numbers = 0
         self._replaced_trainers: set[str] = set()
@@ -375,17 +383,75 @@ class Ledger:
 
     def _free_slot(self, generation: Generation) -> int:
         """Return the slot for the next version, and retire the committed one that it belonged to."""
-        committed = [version for version in self.versions if version.state is VersionState.COMMITTED]
+        let_go = [version for version in self.committed() if not self.is_held(version.number)]
         # One slot of `keep` is for the version that is being written.
-        for version in committed[: max(0, len(committed) - (generation.keep - 1))]:
+        for version in let_go[: max(0, len(let_go) - (generation.keep - 1))]:
             version.advance(VersionEvent.SLOT_TAKEN)
-        self.versions = [version for version in self.versions if version.state is VersionState.COMMITTED]
+        self.versions = self.committed()
+        kept = {version.number for version in self.versions}
+        self._holders = {number: holders for number, holders in self._holders.items() if number in kept}
         # Also those of other generations: a part of the same size has the same slots.
         used = {version.slot for version in self.versions}
         # Generations without a version have slots that nobody needs any more.
         needed = [generation, *(version.generation for version in self.versions)]
         self.generations = [each for each in self.generations if each in needed]
-        return next(slot for slot in range(generation.keep) if slot not in used)
+        return next(slot for slot in range(self.slots_needed(generation)) if slot not in used)
+
+    def slots_needed(self, generation: Generation) -> int:
+        """Return the number of slots that each host of a generation needs for each part."""
+        return generation.keep + len(self._holders)
+
+    def surplus(self, generation: Generation, slots: int) -> list[int]:
+        """Return which of so many slots of a generation are beyond what it needs, and have no version."""
+        used = {version.slot for version in self.versions}
+        free = [slot for slot in range(slots) if slot not in used]
+        return free[max(0, self.slots_needed(generation) - len(used)) :]
+
+    def hold(self, number: int, holder: str) -> None:
+        """Keep a version that is committed or being written, until each holder has released it.
+
+        WeightsVersionError if there is no such version. WeightsError if too many are kept already.
+        """
+        if not any(version.number == number and version.state in KEPT for version in self.versions):
+            raise WeightsVersionError(f"version {number} of {self.name!r} cannot be held: {self._present()}")
+        keep = self.generations[-1].keep
+        if not self.is_held(number) and keep + len(self._holders) >= MOST_KEEP:
+            raise WeightsError(
+                f"version {number} of {self.name!r} cannot be held: at most {MOST_KEEP} versions are kept, with keep="
+                f"{keep} and those that are held: {sorted(self._holders)}. Release one of them"
+            )
+        self._holders.setdefault(number, set()).add(holder)
+
+    def release(self, number: int, holder: str) -> None:
+        """Let a version go; it is kept as long as others hold it, or as one of the newest. May be repeated."""
+        holders = self._holders.get(number, set()) - {holder}
+        if holders:
+            self._holders[number] = holders
+        else:
+            self._holders.pop(number, None)
+
+    def is_held(self, number: int) -> bool:
+        """Return True if somebody holds a version."""
+        return number in self._holders
+
+    def exactly(self, number: int) -> Version | None:
+        """Return this version; None if it may be committed yet. WeightsVersionError if it is gone."""
+        version = next((version for version in self.versions if version.number == number), None)
+        if version is not None and version.state is VersionState.COMMITTED:
+            return version
+        if number > self._numbers or (version is not None and version.state is VersionState.OPEN):
+            return None
+        raise WeightsVersionError(
+            f"version {number} of {self.name!r} cannot be taken: {self._present()}. Take one of these; versions stay "
+            "longer with a larger keep, or with Publisher.hold(version)"
+        )
+
+    def _present(self) -> str:
+        """Return what is there, as the end of an error."""
+        numbers = [version.number for version in self.committed()]
+        lost = [version.number for version in self.versions if version.state is VersionState.LOST]
+        there = f"there are {', '.join(map(str, numbers))}" if numbers else "there is none"
+        return there + (f"; {', '.join(map(str, lost))} died with a keeper" if lost else "")
 
     def done(self, number: int, rank: int, digests: bytes | None = None) -> bool:
         """Note that a rank has written its boxes. Return True if that committed the version.
@@ -420,14 +486,17 @@ class Ledger:
                 return earlier
         return None
 
-    def committed(self, number: int) -> Version | None:
+    def committed(self) -> list[Version]:
+        """Return the versions that readers may take, the oldest first."""
+        return [version for version in self.versions if version.state is VersionState.COMMITTED]
+
+    def find(self, number: int) -> Version | None:
         """Return a version if it is committed and has a slot."""
-        versions = [version for version in self.versions if version.number == number]
-        return versions[0] if versions and versions[0].state is VersionState.COMMITTED else None
+        return next((version for version in self.committed() if version.number == number), None)
 
     def newest(self) -> Version | None:
         """Return the newest committed version."""
-        committed = [version for version in self.versions if version.state is VersionState.COMMITTED]
+        committed = self.committed()
         return committed[-1] if committed else None
 
     def parts_in_use(self, host: str) -> list[tuple[Generation, str]]:
