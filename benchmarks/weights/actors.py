@@ -65,12 +65,16 @@ def parameters_of(case: Case, part: int) -> Tensors:
 class RaylaneSender:
     """A rank's `weights.Publisher`."""
 
+    digests = False
+
     def __init__(self, case: Case, rank: int, shards: Tensors, home: str) -> None:
         def place(_: str, tensor: torch.Tensor) -> weights.Part:
             return weights.Part.even(tensor, dim=0, rank=rank, size=RANKS)
 
         keep = 3 if case.workload == MAPPED else 2
-        self.publisher = weights.Publisher(home, shards, rank=rank, world=RANKS, keep=keep, places=place)
+        self.publisher = weights.Publisher(
+            home, shards, rank=rank, world=RANKS, keep=keep, places=place, digests=self.digests
+        )
         self.step = 0
 
     def send(self, _: int) -> None:
@@ -79,8 +83,16 @@ class RaylaneSender:
         self.publisher.publish(self.step)
 
 
+class DigestSender(RaylaneSender):
+    """A rank that computes digests."""
+
+    digests = True
+
+
 class RaylaneReceiver:
     """A reader's `weights.Subscriber`."""
+
+    verify: str | None = None
 
     def __init__(self, case: Case, part: int, parameters: Tensors, home: str) -> None:
         regions = {name_of(i): case.held(i, part) for i in range(case.tensors)}
@@ -90,7 +102,7 @@ class RaylaneReceiver:
             return weights.Part((case.side, case.side), (region.row, region.column))
 
         apply = "map" if case.workload == MAPPED else "copy"
-        self.subscriber = weights.Subscriber(home, parameters, apply=apply, places=place)
+        self.subscriber = weights.Subscriber(home, parameters, apply=apply, places=place, verify=self.verify)
 
     def receive(self, *_: Any) -> None:
         """Take the next version."""
@@ -99,6 +111,12 @@ class RaylaneReceiver:
     def prefetch(self) -> None:
         """Bring the next version to this host."""
         self.subscriber.prefetch(self.subscriber.version + 1)
+
+
+class VerifyingReceiver(RaylaneReceiver):
+    """A reader that verifies each update."""
+
+    verify = "each"
 
 
 class StoreSender:

@@ -14,7 +14,7 @@ import ray
 
 from benchmarks import measure
 from benchmarks.weights import actors as weights_actors
-from benchmarks.weights.cases import BLOCKED, COPIED, MAPPED, MEMCPY, MOVED, NUMPY, RANKS, RAYLANE, STORE, Case
+from benchmarks.weights.cases import BLOCKED, COPIED, DIGESTS, MAPPED, MEMCPY, MOVED, NUMPY, RANKS, RAYLANE, STORE, Case
 from raylane import weights
 
 DELAY_S = 0.02
@@ -39,6 +39,7 @@ class Way(NamedTuple):
 _BUCKETS = weights_actors.BucketSender, weights_actors.BucketReceiver
 WAYS = {
     RAYLANE: Way(weights_actors.RaylaneSender, weights_actors.RaylaneReceiver, together=True),
+    DIGESTS: Way(weights_actors.DigestSender, weights_actors.VerifyingReceiver, together=True),
     STORE: Way(weights_actors.StoreSender, weights_actors.StoreReceiver),
     NUMPY: Way(weights_actors.NumpySender, weights_actors.StoreReceiver),
     "ray:rdt-gloo": Way(*_BUCKETS, by_part=True, transport="gloo"),
@@ -60,6 +61,7 @@ class Deployment:
 
     def __init__(self, name: str, case: Case) -> None:
         self.way, self.case, self.step = WAYS[name], case, 0
+        self.is_raylane = name in (RAYLANE, DIGESTS)
         self.home = tempfile.mkdtemp(prefix="weights-bench-", dir="/dev/shm")
         """Folder of rendezvous and files, and raylane's name of the weights."""
         self.ranks: list[Any] = []
@@ -84,7 +86,7 @@ class Deployment:
             from ray.experimental.collective import create_collective_group
 
             create_collective_group(self.actors, backend="torch_gloo")
-        if self.way is WAYS[RAYLANE]:  # its own actors: the catalogue, and the keeper of this host
+        if self.is_raylane:  # its own actors: the catalogue, and the keeper of this host
             named = ray.util.list_named_actors(all_namespaces=True)
             actors = [ray.get_actor(**entry) for entry in named if entry["namespace"].startswith("raylane")]
             self.pids += ray.get([actor.__ray_call__.remote(process_id) for actor in actors])
@@ -121,7 +123,7 @@ class Deployment:
         shutil.rmtree(self.home)
         for actor in self.actors:
             ray.kill(actor)
-        if self.way is WAYS[RAYLANE]:
+        if self.is_raylane:
             weights.drop(self.home)
 
 

@@ -26,7 +26,8 @@
     │   ├── WeightsLostError           a version, or the process that kept it, is gone; publish again
     │   ├── WeightsSwitchError         a fleet did not switch, or a reader was cut off from it
     │   ├── WeightsVersionError        the version that was asked for is not there (any more)
-    │   └── WeightsInvalidError        an update broke off in the middle: the reader has no whole version
+    │   ├── WeightsInvalidError        an update broke off in the middle: the reader has no whole version
+    │   └── WeightsMismatchError       tensors of a version differ from those that were published
     ├── QueueError
     │   ├── QueueTimeoutError          a wait for room or for items passed its deadline (also a TimeoutError)
     │   ├── QueueClosedError           the queue was closed: nothing can be put any more
@@ -81,6 +82,7 @@ __all__ = [
     "WeightsInvalidError",
     "WeightsLayoutError",
     "WeightsLostError",
+    "WeightsMismatchError",
     "WeightsSwitchError",
     "WeightsTimeoutError",
     "WeightsVersionError",
@@ -220,6 +222,14 @@ class WeightsSwitchError(WeightsError):
 
 class WeightsInvalidError(WeightsError):
     """An update broke off while it wrote: the reader holds parts of two versions until the next whole update."""
+
+
+class WeightsMismatchError(WeightsError):
+    """Tensors differ from those that were published; the message names the first ones, and where they differ.
+
+    `check()` of the reader raises until an update has succeeded. `fields` has `version`, `loaded` (published names of
+    tensors whose loaded elements differ) and `slots` (those that differ in the shared memory of the version already).
+    """
 
 
 class QueueError(RaylaneError):

@@ -90,8 +90,8 @@ class FreshEngines:
 class Trainer:
     """Publishes a model that changes at random, and exports the folder of each version."""
 
-    def __init__(self, folder: str, kind: str = "llama", **options: Any) -> None:
-        self._folder, self._model = Path(folder), new_model(kind, **options)
+    def __init__(self, folder: str, kind: str = "llama", *, digests: bool = False, **options: Any) -> None:
+        self._folder, self._model, self._digests = Path(folder), new_model(kind, **options), digests
         self._publisher: weights.Publisher | None = None
 
     def export(self, version: int) -> str:
@@ -103,7 +103,7 @@ class Trainer:
     def publish(self, *, export: bool = True, hold: bool = False) -> tuple[int, str]:
         """Change the weights and publish them; return the version and its folder."""
         if self._publisher is None:
-            self._publisher = weights.Publisher("policy", self._model, keep=3)
+            self._publisher = weights.Publisher("policy", self._model, keep=3, digests=self._digests)
         with torch.no_grad():
             for parameter in self._model.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.1)
@@ -111,6 +111,20 @@ class Trainer:
         if hold:
             self._publisher.hold(version)
         return version, self.export(version) if export else ""
+
+    def change(self, version: int, name: str, other: str | None = None) -> None:
+        """Change a bit of a tensor in the shared memory of a version, or exchange the halves with another tensor."""
+        assert self._publisher is not None
+        assert self._publisher._stored is not None
+        rooms = self._publisher._stored.tensors
+        (slot,) = (each.slot for each in self._publisher._slots.values() if set(each.slot.numbers()) == {version})
+        parts = [slot.memory()[rooms[each].boxes[0].offset :] for each in (name, other or name)]
+        if other is None:
+            parts[0][0] ^= 1
+        else:
+            nbytes = rooms[name].boxes[0].box.elements * rooms[name].itemsize
+            first, second = parts[0][:nbytes].clone(), parts[1][:nbytes].clone()
+            parts[0][:nbytes], parts[1][:nbytes] = second, first
 
 
 @ray.remote

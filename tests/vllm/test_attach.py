@@ -14,7 +14,13 @@ pytest.importorskip("vllm.version", reason="vLLM has an environment of its own: 
 from tests.vllm import engines
 
 from raylane import weights
-from raylane.errors import WeightsError, WeightsInvalidError, WeightsTimeoutError, WeightsVersionError
+from raylane.errors import (
+    WeightsError,
+    WeightsInvalidError,
+    WeightsMismatchError,
+    WeightsTimeoutError,
+    WeightsVersionError,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_session"), pytest.mark.timeout(900)]
 
@@ -217,3 +223,34 @@ def test_unusable_engines_and_options_say_why(started: list[Any], tmp_path: Path
     started.append(compiled)
     with pytest.raises(WeightsError, match="worker 0: weights cannot be brought into this vLLM engine while it runs"):
         ray.get(compiled.attach.remote())
+
+
+@pytest.mark.claim("weights", "bits that differ from those published are found, and their tensors named")
+@pytest.mark.parametrize("workers", [1, 2])
+def test_changed_bits_are_found_before_they_are_packed(started: list[Any], tmp_path: Path, workers: int) -> None:
+    trainer, folder = trainer_and_folder(started, tmp_path, digests=True)
+    engine = engines.Engine.options(runtime_env=engines.OUTSIDE).remote(folder, tensor_parallel_size=workers)
+    fresh = engines.FreshEngines.remote()
+    started += [engine, fresh]
+    ray.get(engine.attach.remote(verify="each"))
+    version, exported = ray.get(trainer.publish.remote())
+    assert ray.get(engine.update.remote()).version == version
+    before = ray.get(engine.answers.remote())
+    assert before == ray.get(fresh.answers.remote(exported))
+    layer = "model.layers.0"
+    for names in (
+        [f"{layer}.self_attn.q_proj.weight"],
+        [f"{layer}.mlp.gate_proj.weight", f"{layer}.mlp.up_proj.weight"],  # the halves of a fused tensor
+        [f"{layer}.self_attn.k_proj.weight", f"{layer}.self_attn.v_proj.weight"],
+    ):
+        version, exported = ray.get(trainer.publish.remote())
+        ray.get(trainer.change.remote(version, *names))
+        with pytest.raises(WeightsMismatchError, match=r"worker \d: version \d+ of .* is not what was") as caught:
+            ray.get(engine.update.remote())
+        assert all(repr(name) in str(caught.value) for name in names)
+        with pytest.raises(WeightsInvalidError, match="verification of a version of 'policy' has failed"):
+            ray.get(engine.answers.remote())
+        ray.get(trainer.change.remote(version, *names))  # undone: the same version is loaded again
+        assert ray.get(engine.update.remote()).version == version
+        before = ray.get(engine.answers.remote())
+        assert before == ray.get(fresh.answers.remote(exported))

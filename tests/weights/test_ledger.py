@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from array import array
+
 import pytest
 
 from raylane.errors import WeightsError, WeightsLayoutError, WeightsLostError, WeightsVersionError
@@ -76,6 +78,21 @@ def test_version_is_visible_when_all_ranks_are_done() -> None:
     assert ledger.begin(start, 2, 10) is version
     assert ledger.done(version.number, 2)
     assert newest(ledger) == version.number == 1
+
+
+def test_digests_of_ranks_are_added_up_modulo_2_64() -> None:
+    ledger = Ledger("policy")
+    start = register(ledger, 3)
+    version = begin(ledger, start, 0, 10)
+    for rank in range(1, 3):
+        assert begin(ledger, start, rank, 10) is version
+    for sums in ((0, 2**64 - 1, 0), (1, 5, 10), (2, 0, 0)):
+        ledger.done(version.number, sums[0], array("Q", sums[1:]).tobytes())
+    ledger.done(version.number, 1, array("Q", [7, 7]).tobytes())  # a call that is repeated
+    digests = version.tensor_digests()
+    assert digests == version.tensor_digests() == array("Q", [4, 10]).tobytes()
+    publish(ledger, start, 11)
+    assert ledger.versions[-1].tensor_digests() is None
 
 
 @pytest.mark.parametrize("keep", [2, 3, 5])

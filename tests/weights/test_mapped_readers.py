@@ -166,7 +166,7 @@ def test_many_prefetched_versions_leave_the_own_one(apply: str) -> None:
     publisher.close()
 
 
-def no_memory(paths: dict[str, str]) -> None:
+def no_memory(*_: object) -> None:
     raise MemoryError
 
 

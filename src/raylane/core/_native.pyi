@@ -262,3 +262,12 @@ def copy_many(rows: Any, threads: int) -> None:
     `rows` is a contiguous array of uint64, [copies, 3]: address of the target, address of the source, bytes. The caller
     keeps all of this memory alive. ValueError if the array has another size.
     """
+
+def add_digests(rows: Any, sums: Any, threads: int) -> None:
+    """Add the digests of regions of memory to sums modulo 2**64, with threads (at most 16), without the GIL.
+
+    `rows` is a contiguous array of uint64, [regions, 13]: address of the first word, bytes of a word (1, 2 or 4),
+    number of the sum, position of the first word in its whole tensor; then for three dimensions the numbers of words,
+    their distances in memory in bytes, and their distances in the whole tensor in words. The caller keeps all of this
+    memory alive. `sums` is a contiguous, writable array of uint64. ValueError if a row does not fit.
+    """

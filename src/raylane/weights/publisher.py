@@ -18,6 +18,7 @@ from raylane.transport.link.endpoint import endpoint
 from raylane.weights.chunks.delta import DeltaOptions
 from raylane.weights.layout.boxes import StoredLayout
 from raylane.weights.memory.devices import Moment, PreparedCopy, lock_pages
+from raylane.weights.memory.digests import WrittenDigests
 from raylane.weights.memory.slots import OpenSlot, SlotPlace
 from raylane.weights.memory.tensors import NamedTensors, Places, PublishedDtype, layout_of, published_dtypes, writes_of
 from raylane.weights.service.answers import GenerationKey, WriteOrder
@@ -32,6 +33,8 @@ class _WriteSlot(NamedTuple):
     slot: OpenSlot
     copy: PreparedCopy
     nbytes: int
+    digests: WrittenDigests | None
+    """Digests of what this rank writes, if it computes them."""
 
 
 class Publisher:
@@ -52,6 +55,7 @@ class Publisher:
         keep: int = 2,
         delta: str = "auto",
         anchor_every: int = 50,
+        digests: bool = False,
         places: Places = None,
         detached: bool = False,
         max_lag: int | None = None,
@@ -78,6 +82,10 @@ class Publisher:
             delta: Copies to other hosts. `auto` sends only the elements that have changed where that is quicker by the
                 measured speed of the link, `always` wherever it is less, `never` whole versions. Same for all ranks.
             anchor_every: Every so many versions, one is sent whole. Same for all ranks.
+            digests: True to compute a digest of each tensor with each version, with which readers verify what they
+                have taken. Computed from the tensors themselves, in the published dtype: converted a second time where
+                `dtype` asks for it. Those of CUDA tensors are computed from the copy in the version, so that errors on
+                the way to it are not found. Same for all ranks.
             places: For plain tensors that are a part of a whole one: `Part` by name, or a function (name, tensor) that
                 returns one or None.
             detached: Keep the versions when this Ray job ends, until `drop`.
@@ -117,7 +125,9 @@ class Publisher:
         place = here()
         node = ray.get_runtime_context().get_node_id()
         key = PublisherKey(secrets.token_hex(8), node, place.pid, place.start_ticks)
-        self._registration = RankRegistration(rank, world, layout, self._tensors.same, key, keep, options, trainer)
+        self._registration = RankRegistration(
+            rank, world, layout, self._tensors.same, key, keep, options, bool(digests), trainer
+        )
         """Registration of this rank; the start of the trainer in it stays when the name is dropped."""
         self._slots: dict[str, _WriteSlot] = {}
         """Slots of the current generation by path."""
@@ -160,15 +170,16 @@ class Publisher:
                 self._register(deadline)
                 order = self._begin(step, deadline)
             number, place = order.version.number, order.place
-            slot, copy, nbytes = self._slot(place, order.slots)
+            slot, copy, nbytes, digests = self._slot(place, order.slots)
             self._begin_writing(slot, place, step, number, deadline)
-            written = 0
+            written, sums = 0, None
             try:
                 copy.run(self._tensors.distinct, moment)
+                sums = None if digests is None else digests.run(self._tensors.distinct).tobytes()
                 written = number
             finally:
                 slot.end_writing(place.number, written)
-            self._catalogue.call("done", self.name, order.version, self.rank, deadline=deadline)
+            self._catalogue.call("done", self.name, order.version, self.rank, sums, deadline=deadline)
             self._life = order.version.life
             endpoint().recorder.moved_weights("publish weights", self.name, number, began_ns, nbytes)
             return number
@@ -284,5 +295,7 @@ class Publisher:
                 lock_pages(slot.memory(), slot)
             regions, places = writes_of(self._stored, self.rank, self._registration.layout, slot.memory())
             copy = PreparedCopy(regions, tensors, places, to_slot=True)
-            self._slots[place.path] = _WriteSlot(slot, copy, sum(each.nbytes for each in places))
+            has_digests = self._registration.digests
+            digests = WrittenDigests(self._stored, self.rank, regions, tensors, places) if has_digests else None
+            self._slots[place.path] = _WriteSlot(slot, copy, sum(each.nbytes for each in places), digests)
         return self._slots[place.path]

@@ -8,16 +8,16 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray
 import torch
 from torch.nn import Module
 
 from raylane.core.deadline import Cancelled, Deadline
-from raylane.core.memory.windows import StagedFile
-from raylane.errors import WeightsError, WeightsLostError, WeightsTimeoutError
+from raylane.errors import WeightsError, WeightsLostError, WeightsMismatchError, WeightsTimeoutError
 from raylane.transport.link.endpoint import endpoint
+from raylane.weights.held import HeldVersion
 from raylane.weights.layout.boxes import View
 from raylane.weights.layout.mapping import Mapping, layout_of_record
 from raylane.weights.layout.plan import Plan, make_plans
@@ -40,6 +40,7 @@ from raylane.weights.service.client import CatalogueClient, cancellable, locked
 from raylane.weights.state.contents import ReaderState, check_state
 from raylane.weights.state.options import check_name, whole_number
 from raylane.weights.state.readers import NO_VERSION, ReaderKey, VersionKey, key_of_reader
+from raylane.weights.verification import TakenVersion, Verification
 
 APPLY = ("copy", "swap", "map")
 MOST_COPIES = 8
@@ -59,30 +60,6 @@ class Update:
     seconds: float
 
 
-class _HeldVersion(NamedTuple):
-    """A version that cannot be overwritten."""
-
-    offer: VersionOffer
-    paths: dict[str, str]
-    """Slot of each part."""
-    slots: list[OpenSlot]
-    """Slots that this reader holds."""
-    read: Sequence[OpenSlot] = ()
-    """Slots that have the version."""
-    prepared: Any = None
-    """New memory for which the tensors are exchanged, where the version has been copied already."""
-    staged: dict[str, StagedFile] | None = None
-    """Slots by part that windows are to show, where tensors are mapped and the version was prefetched."""
-
-    def by_part(self) -> dict[str, OpenSlot]:
-        """Return the slot of each part."""
-        return dict(zip(self.paths, self.slots, strict=True))
-
-    def stage(self) -> dict[str, StagedFile]:
-        """Map the slots for windows."""
-        return {part: slot.stage() for part, slot in self.by_part().items()}
-
-
 class Subscriber:
     """Reader of the weights of a name. Its calls exclude each other; update between two calls of the model.
 
@@ -99,6 +76,7 @@ class Subscriber:
         subset: bool = False,
         places: Places = None,
         mapping: Mapping | None = None,
+        verify: str | int | None = None,
         detached: bool = False,
         job: str | None = None,
         timeout: float | None = None,
@@ -117,6 +95,8 @@ class Subscriber:
             places: As for `Publisher`.
             mapping: For a model of other names or shapes than those published: how its tensors are made of these.
                 Carried out here if there is a version already, else with the first one.
+            verify: Updates that verify what they load, as `verify` does: `each`, the `first` one, or a number: every
+                so many versions. None: none. The versions must be published with `digests=True`.
             detached: As for `Publisher`.
             job: Ray job (hexadecimal id) that the weights belong to; None: that of this process.
             timeout: Seconds; None means RAYLANE_TIMEOUT_S (60 s).
@@ -125,6 +105,9 @@ class Subscriber:
         if apply not in APPLY:
             raise ValueError(f"apply must be one of {', '.join(APPLY)}, got {apply!r}")
         self.name, self.apply, self._subset = name, apply, subset
+        self._verification = Verification(name, verify)
+        self._taken: TakenVersion | None = None
+        """Version in the tensors; None before the first update."""
         self._version = NO_VERSION
         self.state = ReaderState.INITIAL
         self._tensors = model if isinstance(model, NamedTensors) else NamedTensors(model)
@@ -152,7 +135,7 @@ class Subscriber:
         """Memory in which the tensors lay after the last update."""
         self._lock = threading.RLock()  # held during an update
         self._closed = False
-        self._prefetched: _HeldVersion | None = None
+        self._prefetched: HeldVersion | None = None
         self._mapped: list[OpenSlot] = []
         """Slots in which the tensors lie; this reader holds them."""
         self._join(Deadline.of_call(timeout))
@@ -217,7 +200,7 @@ class Subscriber:
             if changed:
                 try:
                     with deadline.writing():
-                        nbytes = self._apply(held)
+                        nbytes = self._apply(held, deadline)
                         self._version, self.state = held.offer.key, ReaderState.VALID
                 except Cancelled:
                     self._release(held.slots)
@@ -251,7 +234,7 @@ class Subscriber:
             if held.slots and self.apply == "swap":
                 self._prefetched = None  # its memory is free before more is taken
                 try:
-                    held = held._replace(slots=[], prepared=self._new_memory(held.paths))
+                    held = held._replace(slots=[], prepared=self._new_memory(held, deadline))
                 finally:
                     self._release(held.read)
             self._note_prefetched(held if held.slots or held.prepared is not None else None)
@@ -279,6 +262,38 @@ class Subscriber:
     def key(self) -> ReaderKey:
         """Identity of this reader in the service."""
         return self._key
+
+    def verify(self, *, timeout: float | None = None) -> int:
+        """Compare the tensors with the version that they hold, bit by bit; return its number.
+
+        The version must be published with `digests=True`. Tensors that this reader has whole, in the published dtype,
+        are compared with the digests alone. Of others, with which a part is loaded or elements are converted, the whole
+        tensor in the shared memory is compared with its digest, and what was loaded with the same part there,
+        converted in the same way. What nobody has published, as parameters that a mapping leaves alone, is not
+        compared. Excludes updates, and waits only where other hosts have parts of such tensors.
+
+        Raises:
+            WeightsMismatchError: Tensors differ; `check` raises until an update has succeeded.
+            WeightsInvalidError: The tensors hold no whole version.
+            WeightsLostError: Newer versions have replaced this one, whose shared memory is needed.
+            WeightsError: The version has no digests; or the engine has packed what was loaded.
+            WeightsLayoutError: The tensors are not those that were loaded any more.
+        """
+        deadline = Deadline.of_call(timeout)
+        with self._calling(deadline, "verified"):
+            if self.state is not ReaderState.MISMATCH:
+                self.check()
+            if not self._tensors.keep_values:
+                raise WeightsError(
+                    f"{self.name!r} cannot be verified after the update: the engine has packed what was loaded. Pass "
+                    "verify='each', which verifies before that"
+                )
+            assert self._taken is not None
+            self._look_at_tensors()
+            self._tensors.check(meta=False)
+            self._verify(self._taken, self._tensors.distinct(), {}, deadline)
+            self.state = ReaderState.VALID
+            return self._taken.offer.number
 
     def check(self, *, initial: str = "refuse") -> None:
         """Raise WeightsInvalidError if the tensors hold no whole version. A generation loop calls this.
@@ -310,6 +325,7 @@ class Subscriber:
             self._closed = True
             self._leave()
             self._sources.close()
+            self._verification.close()
             self._windows.forget()
             self._prefetched = None
             self._mapped.clear()
@@ -370,21 +386,23 @@ class Subscriber:
         valid = offer.key == self._version and self.state is ReaderState.VALID
         return valid and self._tensors.memory() == self._taken_memory  # else tensors were replaced
 
-    def _hold(self, version: int, exact: bool, deadline: Deadline) -> _HeldVersion:
+    def _hold(self, version: int, exact: bool, deadline: Deadline) -> HeldVersion:
         """Wait for this version, or the newest from it on; hold it in slots of this host (none if it is in use)."""
         while True:
             offer = self._offer(version, deadline, exact=exact)
             self._learn(offer)
             if self._has(offer):
-                return _HeldVersion(offer, {}, [])
+                return HeldVersion(offer, {}, [])
+            if self._is_verified_next():
+                self._verification.check_offer(offer)
             slots: list[OpenSlot] = []
             try:
-                paths = self._paths(offer, deadline)
+                paths = self._paths(offer, self._read_plans(offer), deadline)
                 for part, path in paths.items():
                     slot = self._sources.slot(part, path, offer.ranks[part], in_use=[*self._in_use(), *slots])
                     slot.hold(offer.number)
                     slots.append(slot)
-                return _HeldVersion(offer, paths, slots, tuple(slots))
+                return HeldVersion(offer, paths, slots, tuple(slots))
             except (StaleSlot, FileNotFoundError):
                 # The version was replaced, or its keeper has died, since the offer was made.
                 self._release(slots)
@@ -409,38 +427,75 @@ class Subscriber:
             if slot not in in_use:
                 slot.release()
 
-    def _note_prefetched(self, held: _HeldVersion | None) -> None:
+    def _note_prefetched(self, held: HeldVersion | None) -> None:
         """Note what is prefetched from now on, and release what was before."""
         before, self._prefetched = self._prefetched, held
         if before is not None:
             self._release(before.slots)
 
-    def _apply(self, held: _HeldVersion) -> int:
+    def _apply(self, held: HeldVersion, deadline: Deadline) -> int:
         """Bring a version into the tensors; release it unless they are mapped. Return the bytes that were copied."""
         assert self._plan is not None
+        unused, nbytes = held.slots, self._plan.nbytes
         try:
             if self.apply == "map":
                 self._map(held)
-                self._mapped, held = held.slots, held._replace(slots=self._mapped)
-                return 0
-            if held.prepared is not None:
+                unused, self._mapped, nbytes = self._mapped, held.slots, 0
+            elif held.prepared is not None:
                 self._tensors.exchange(held.prepared)
                 self._taken_memory = self._tensors.memory()
             else:
-                self._taken_memory = self._copy(held.paths)
-            return self._plan.nbytes
+                self._taken_memory = self._copy(held, deadline)
+            self._taken = self._taken_of(held.offer)
+            if self.apply != "swap" and self._is_verified_next():
+                self._version, self.state = held.offer.key, ReaderState.INVALID
+                self._verify(self._taken, self._tensors.distinct(), held.paths, deadline)
+            return nbytes
         finally:
-            self._release(held.slots)
+            self._release(unused)
 
-    def _paths(self, offer: VersionOffer, deadline: Deadline) -> dict[str, str]:
-        """Return the slot on this host of each part that the plan reads. Parts of other hosts are copied to this one.
+    def _taken_of(self, offer: VersionOffer) -> TakenVersion:
+        assert self._plan is not None
+        return TakenVersion(offer, self._plan, self._regions, self._record)
+
+    def _is_verified_next(self) -> bool:
+        """Return True if the version that is taken next is verified."""
+        return self._verification.schedule.is_due(self._turn + 1)
+
+    def _read_plans(self, offer: VersionOffer) -> list[Plan]:
+        """Return the plans of what is read of a version that is taken next."""
+        taken = self._taken_of(offer)
+        verified = self._is_verified_next()
+        return [taken.plan, *([self._verification.slot_plan(taken, self._tensors.distinct())] if verified else [])]
+
+    def _verify(
+        self, taken: TakenVersion, tensors: dict[str, torch.Tensor], paths: dict[str, str], deadline: Deadline
+    ) -> None:
+        """Compare tensors with a version, whose slots have these paths if they are held already."""
+
+        def find_paths(plan: Plan) -> dict[str, str]:
+            if paths:
+                return {part: paths[part] for part in plan.bytes_by_host}
+            return self._paths(taken.offer, [plan], deadline)
+
+        try:
+            self._verification.verify(taken, tensors, find_paths)
+        except WeightsMismatchError:
+            self.state = ReaderState.MISMATCH
+            raise
+
+    def _paths(self, offer: VersionOffer, plans: Sequence[Plan], deadline: Deadline) -> dict[str, str]:
+        """Return the slot on this host of each part that plans read. Parts of other hosts are copied to this one.
 
         StaleSlot if the version was replaced meanwhile.
         """
-        assert self._plan is not None
-        needed = self._plan.bytes_by_host
+        needed = dict.fromkeys(host for plan in plans for host in plan.bytes_by_host)
         paths = {self._key.host: offer.path} if offer.path is not None and self._key.host in needed else {}
-        chunks_by_part = {part: self._plan.chunks(part) for part in needed if part not in paths}
+        chunks_by_part = {
+            part: sorted({chunk for plan in plans for chunk in plan.chunks(part)})
+            for part in needed
+            if part not in paths
+        }
         if chunks_by_part:
             arguments = self.name, offer.number, self._key.host, chunks_by_part, deadline.left_s()
             copied = self._catalogue.call("copy", *arguments, deadline=deadline)
@@ -449,13 +504,12 @@ class Subscriber:
             paths |= copied
         return paths
 
-    def _copy(self, paths: dict[str, str]) -> tuple[list[Any], ...]:
-        """Write the version in these slots into the tensors, or into new memory that they get at the end.
+    def _copy(self, held: HeldVersion, deadline: Deadline) -> tuple[list[Any], ...]:
+        """Write a version into the tensors, or into new memory that they get at the end.
 
         Return the memory of the tensors afterwards.
         """
-        assert self._plan is not None
-        memory, key = self._tensors.memory(), tuple(paths.values())
+        memory, key = self._tensors.memory(), tuple(held.paths.values())
         copies = self._sources.copies
         if memory != self._memory or len(copies) > MOST_COPIES:
             copies.clear()
@@ -464,21 +518,23 @@ class Subscriber:
         if key not in copies:
             tensors = self._tensors.distinct()
             if self.apply == "swap" or any(tensor.is_meta for tensor in tensors.values()):
-                self._tensors.exchange(self._new_memory(paths))
+                self._tensors.exchange(self._new_memory(held, deadline))
                 return self._tensors.memory()
-            copies[key] = self._prepare(paths, tensors)
+            copies[key] = self._prepare(held.paths, tensors)
         self.state = ReaderState.INVALID  # until the caller notes that all was written
         copies[key].run(self._tensors.distinct)
         self._fill_constants(self._tensors.distinct())
         return memory
 
-    def _new_memory(self, paths: dict[str, str]) -> Any:
-        """Write the version in these slots into new memory; return what the tensors are exchanged for."""
+    def _new_memory(self, held: HeldVersion, deadline: Deadline) -> Any:
+        """Write a version into new memory, verify it if it is time; return what the tensors are exchanged for."""
         # Tensors into which a mapping writes nothing keep their memory.
         names = list(self._tensors.distinct()) if self._record is None else self._record.targets()
         outputs = self._tensors.new(names, endpoint().pool.take)
-        self._prepare(paths, outputs).run(lambda: outputs)
+        self._prepare(held.paths, outputs).run(lambda: outputs)
         self._fill_constants(outputs)
+        if self.apply == "swap" and self._is_verified_next():
+            self._verify(self._taken_of(held.offer), outputs, held.paths, deadline)
         return self._tensors.prepare(outputs)
 
     def _fill_constants(self, tensors: dict[str, torch.Tensor]) -> None:
@@ -491,7 +547,7 @@ class Subscriber:
         assert self._plan is not None
         return PreparedCopy(self._regions, tensors, self._sources.pieces(self._plan, paths), to_slot=False)
 
-    def _map(self, held: _HeldVersion) -> None:
+    def _map(self, held: HeldVersion) -> None:
         """Let the tensors lie in windows that show a version; those that lie there stay where they are."""
         assert self._plan is not None
         staged = held.stage() if held.staged is None else held.staged

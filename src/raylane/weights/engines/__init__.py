@@ -7,6 +7,7 @@ from typing import Any
 from torch.nn import Module
 
 from raylane.weights.layout.mapping import Mapping
+from raylane.weights.state.options import VerifySchedule
 
 _HINTS = {
     "mapping": ": vLLM's own loader says it",
@@ -28,6 +29,7 @@ def attach(
     lora: Any = None,
     keep: int | None = None,
     initial: str = "refuse",
+    verify: str | int | None = None,
     detached: bool = False,
     timeout: float | None = None,
 ) -> Any:
@@ -55,6 +57,10 @@ def attach(
         initial: What the engine does before the first update: `refuse` refuses requests with WeightsInvalidError, so
             that nobody gets answers of its initial weights; `allow` accepts them. With `lora` it has no effect, as
             requests name their version.
+        verify: Updates that verify what they load, as for `Subscriber`: `each`, `first`, or a number. The version is
+            compared before the engine uses it. After WeightsMismatchError the engine keeps the version before, and
+            refuses requests until an update has succeeded (with `lora` it does not: requests name their version). For
+            vLLM, what is compared is what its loader has written; how vLLM packs this is not verified.
         detached: As for `Publisher`.
         timeout: Seconds of each update; None means RAYLANE_TIMEOUT_S (60 s).
 
@@ -63,6 +69,7 @@ def attach(
         ValueError: An option does not fit the engine.
         WeightsError: The engine cannot take versions, as it was started; or this process is not connected to Ray.
     """
+    VerifySchedule(verify)  # refuses other values here, not in a worker
     is_module = isinstance(engine, Module)
     for option, is_set, is_known in (
         ("mapping", mapping is not None, is_module),
@@ -72,7 +79,8 @@ def attach(
     ):
         if is_set and not is_known:
             raise ValueError(f"{option} cannot be used for {type(engine).__name__}{_HINTS[option]}")
-    options: dict[str, Any] = {"pause": pause, "initial": initial, "detached": detached, "timeout": timeout}
+    shared: dict[str, Any] = {"verify": verify, "detached": detached, "timeout": timeout}
+    options: dict[str, Any] = {"pause": pause, "initial": initial, **shared}
     if isinstance(engine, Module):
         from raylane.weights.engines.module import ModuleAttachment
 
@@ -80,7 +88,7 @@ def attach(
     if hasattr(engine, "collective_rpc") and lora is not None:
         from raylane.weights.engines.vllm_lora import LoraAttachment
 
-        return LoraAttachment(engine, name, lora=lora, keep=keep, detached=detached, timeout=timeout)
+        return LoraAttachment(engine, name, lora=lora, keep=keep, **shared)
     if hasattr(engine, "collective_rpc"):
         from raylane.weights.engines.vllm_engine import VllmAttachment
 

@@ -78,6 +78,7 @@ class ModuleAttachment:
         mapping: Mapping | None = None,
         subset: bool = False,
         initial: str = "refuse",
+        verify: str | int | None = None,
         detached: bool = False,
         timeout: float | None = None,
     ) -> None:
@@ -89,9 +90,8 @@ class ModuleAttachment:
         # By name, so that transformers is not loaded for other modules.
         if mapping is None and any(kind.__name__ == "PreTrainedModel" for kind in type(model).__mro__):
             mapping = Mapping.record(functools.partial(_load, model))
-        self._subscriber = Subscriber(
-            name, model, apply="swap", mapping=mapping, subset=subset, detached=detached, timeout=timeout
-        )
+        options: dict[str, Any] = {"subset": subset, "verify": verify, "detached": detached, "timeout": timeout}
+        self._subscriber = Subscriber(name, model, apply="swap", mapping=mapping, **options)
         self._step = threading.RLock()  # held during a forward pass, and while weights are exchanged
         self._changed = threading.Condition()
         self._answers: set[Answer] = set()
@@ -144,6 +144,8 @@ class ModuleAttachment:
             WeightsTimeoutError: There is no version; or, with `wait` and `abort`, answers did not end in time. The
                 model keeps what it has.
             WeightsLayoutError: The published tensors do not fit the model; nothing was changed.
+            WeightsMismatchError: With `verify`, tensors differ from those that were published. The model keeps what it
+                has, and computes nothing until an update has succeeded.
         """
         return self._update(WantedVersion.of(at_least, version), Deadline.of_call(timeout or self._timeout))
 
@@ -165,6 +167,14 @@ class ModuleAttachment:
         """Do the same as `update` on a thread, without blocking the event loop."""
         wanted = WantedVersion.of(at_least, version)
         return await cancellable(lambda deadline: self._update(wanted, deadline), timeout or self._timeout)
+
+    def verify(self, *, timeout: float | None = None) -> int:
+        """Compare the model with the version that it holds, as `Subscriber.verify`; return its number.
+
+        May be called while other threads compute answers. After WeightsMismatchError the model computes nothing until
+        an update has succeeded.
+        """
+        return self._subscriber.verify(timeout=timeout or self._timeout)
 
     def check(self, *, initial: str = "refuse") -> None:
         """Raise WeightsInvalidError if the model holds no whole version, as `Subscriber.check`."""

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import ray
 
 from raylane.core.deadline import Deadline
-from raylane.errors import WeightsError, WeightsInvalidError, WeightsTimeoutError
+from raylane.errors import WeightsError, WeightsInvalidError, WeightsMismatchError, WeightsTimeoutError
 from raylane.weights.engines.attachment import EngineUpdate, WantedVersion, check_pause, replace_method
 from raylane.weights.engines.vllm_plugin import WORKER_METHOD
 from raylane.weights.engines.vllm_worker import raise_error
@@ -117,6 +117,8 @@ class VllmReaders:
             WeightsVersionError: The version of this number is gone.
             WeightsTimeoutError: There is no version; or it was not here within `timeout` seconds. The engine goes on.
             WeightsLayoutError: The published tensors do not fit the model; nothing was changed.
+            WeightsMismatchError: With `verify`, tensors of a worker differ from those that were published. The engine
+                keeps the version before, and accepts no requests until an update has succeeded.
             WeightsInvalidError: Only some of the workers have exchanged their weights. Start the engine again.
             WeightsError: The versions of adapters have begun anew. Attach again.
         """
@@ -261,7 +263,11 @@ class VllmAttachment(VllmReaders):
     async def _take(self, wanted: WantedVersion, deadline: Deadline, began_s: float) -> EngineUpdate:
         if self._invalid:
             raise WeightsInvalidError(f"the workers of this engine use different versions of {self.name!r}. Restart it")
-        number = await self._prepared_version(wanted, deadline)
+        try:
+            number = await self._prepared_version(wanted, deadline)
+        except WeightsMismatchError:
+            self.state = ReaderState.MISMATCH
+            raise
         paused_s = time.perf_counter()
         try:
             await self._calls.pause(self._pause, clear_cache=self._clear_cache)

@@ -31,6 +31,8 @@ NOT_EXCHANGED = ("_parameters", "_buffers", "_modules")
 class LoaderTensors(NamedTensors):
     """Tensors of a vLLM model as its loader sees them: without memory, in a second model that is never run."""
 
+    keep_values = False
+
     def __init__(self, vllm_config: Any, model: Module) -> None:
         """Make the second model. WeightsError if versions cannot be brought into the model safely."""
         _check(vllm_config, model)
@@ -149,7 +151,10 @@ def loading_subscriber(vllm_config: Any, model: Module, options: dict[str, Any])
 
 
 def worker_subscriber(tensors: NamedTensors, mapping: Mapping, options: dict[str, Any]) -> Subscriber:
-    """Return the subscriber of a worker. `options`: name, address, job, detached, timeout."""
+    """Return the subscriber of a worker. `options`: name, address, job, detached, timeout, and perhaps verify.
+
+    A version is verified when the loader has written it into new memory, before that is packed for vLLM's kernels.
+    """
     if not ray.is_initialized():  # the engine runs in a process of its own
         ray.init(address=options["address"], log_to_driver=False, configure_logging=False)
     return Subscriber(
@@ -157,6 +162,7 @@ def worker_subscriber(tensors: NamedTensors, mapping: Mapping, options: dict[str
         tensors,
         apply="swap",
         mapping=mapping,
+        verify=options.get("verify"),
         detached=options["detached"],
         job=options["job"],
         timeout=options["timeout"],

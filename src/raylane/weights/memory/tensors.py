@@ -87,6 +87,9 @@ def _kind(tensor: Any) -> _Kind:
 class NamedTensors:
     """Tensors of a module or a mapping by name, looked up anew at each use: their memory may be replaced."""
 
+    keep_values = True
+    """False if what was loaded cannot be read again, as it is packed or handed on."""
+
     def __init__(self, model: Any) -> None:
         """TypeError if `model` is neither a module nor a mapping of tensors by name.
 
@@ -282,6 +285,8 @@ class PublishedTensors(NamedTensors):
         version: Tensors of the version that was taken last, by name; the memory is not used again.
     """
 
+    keep_values = False
+
     def __init__(self) -> None:
         super().__init__({})
         self.version: dict[str, torch.Tensor] = {}
@@ -450,11 +455,11 @@ def writes_of(
             for writer, box in room.writes:
                 if writer == rank:
                     regions.append((name, Box(begins[box], box.size)))
-                    places.append(box.within(room.box).of(_view_in(memory, room, published.dtype)))
+                    places.append(box.within(room.box).of(view_of_box(memory, room, published.dtype)))
     return regions, places
 
 
-def _view_in(memory: torch.Tensor, room: StoredBox, dtype_name: str) -> torch.Tensor:
+def view_of_box(memory: torch.Tensor, room: StoredBox, dtype_name: str) -> torch.Tensor:
     """Return a stored box as a tensor in the bytes of its part."""
     dtype: torch.dtype = getattr(torch, dtype_name)
     return memory[room.offset : room.offset + room.box.elements * dtype.itemsize].view(dtype).view(room.box.size)
@@ -467,7 +472,7 @@ def stored_pieces(plan: Plan, memories: Mapping[str, torch.Tensor]) -> list[torc
         published = plan.stored.tensor(pieces.name)
         for number, source, _, _ in pieces.rows():
             room = published.boxes[number]
-            stored = _view_in(memories[plan.stored.hosts[room.part]], room, published.dtype)
+            stored = view_of_box(memories[plan.stored.hosts[room.part]], room, published.dtype)
             views.append(source.of(stored))
     return views
 

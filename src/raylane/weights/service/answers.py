@@ -71,6 +71,8 @@ class VersionOffer:
     """Number of the ranks that wrote the part of each host."""
     path: str | None
     """Slot with the part of the reader's own host, if it has one."""
+    digests: bytes | None = None
+    """Digest of each tensor, in the order of the stored layout, 8 bytes each; None if it was published without."""
 
     @property
     def key(self) -> VersionKey:

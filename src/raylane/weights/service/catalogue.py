@@ -153,12 +153,12 @@ class Catalogue:
             len(paths),
         )
 
-    async def done(self, name: str, key: VersionKey, rank: int) -> None:
-        """Note that a rank has written its boxes of a version."""
+    async def done(self, name: str, key: VersionKey, rank: int, digests: bytes | None = None) -> None:
+        """Note that a rank has written its boxes of a version; `digests` as for `Ledger.done`."""
         entry, number = self._entry(name), key.number
         if entry.ledger.life != key.life:
             raise WeightsLostError(f"{name!r} was dropped while version {number} was written. Publish again")
-        if entry.ledger.done(number, rank):
+        if entry.ledger.done(number, rank, digests):
             entry.readers.commit(number, time.monotonic())
             for host, keeper in self._keepers.items():
                 used = [_kind(*each) for each in entry.ledger.parts_in_use(host)]
@@ -274,7 +274,8 @@ class Catalogue:
         path = generation.slots[host, host][version.slot] if version.has_own_part(host) else None
         generation_key = entry.ledger.life, generation.number
         stored = None if known == generation_key else generation.stored
-        return VersionOffer(version.number, version.step, generation_key, stored, ranks, path)
+        digests = version.tensor_digests()
+        return VersionOffer(version.number, version.step, generation_key, stored, ranks, path, digests)
 
     async def copy(
         self, name: str, number: int, host: str, wanted: dict[str, list[int]], timeout_s: float | None

@@ -19,6 +19,8 @@ class ReaderState(enum.Enum):
     """One whole version."""
     INVALID = "invalid"
     """Parts of two versions, because an update broke off while it wrote; or what `invalidate` was called for."""
+    MISMATCH = "mismatch"
+    """A version whose verification has failed."""
 
 
 def check_initial(initial: str) -> None:
@@ -34,6 +36,11 @@ def check_state(name: str, state: ReaderState, initial: str) -> None:
         raise WeightsInvalidError(
             f"the tensors hold no whole version of {name!r}: an update broke off while it wrote, or invalidate() was "
             "called. Update again before the model is used"
+        )
+    if state is ReaderState.MISMATCH:
+        raise WeightsInvalidError(
+            f"the verification of a version of {name!r} has failed: tensors differ from those that were published. "
+            "Update again before the model is used"
         )
     if state is ReaderState.INITIAL and initial == "refuse":
         raise WeightsInvalidError(

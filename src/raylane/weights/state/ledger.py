@@ -153,6 +153,8 @@ class Version:
     began_s: float = field(default_factory=time.monotonic)
     digest: str | None = None
     """Digest of the stored bytes, when somebody has asked for it."""
+    digests: list[bytes] = field(default_factory=list)
+    """Digests of what each rank that is done has written, if the ranks compute them."""
     spreads: dict[str, Spread] = field(default_factory=dict)
     """Copies of parts on other hosts, by the host whose ranks wrote the part."""
     base: Version | None = None
@@ -169,6 +171,15 @@ class Version:
     def missing(self) -> list[int]:
         """Return the ranks that have not written their boxes."""
         return [rank for rank in range(self.generation.world) if rank not in self.done]
+
+    def tensor_digests(self) -> bytes | None:
+        """Return the digest of each tensor, in the order of the stored layout, 8 bytes each; None if there are none."""
+        if len(self.digests) > 1:
+            import numpy as np
+
+            sums = np.sum([np.frombuffer(each, dtype="<u8") for each in self.digests], axis=0, dtype=np.uint64)
+            self.digests = [sums.tobytes()]  # all ranks are done: added up once
+        return self.digests[0] if self.digests else None
 
     def spread(self, part: str) -> Spread:
         """Return the copies of a part, which the first call begins to count."""
@@ -442,8 +453,10 @@ class Ledger:
         there = f"there are {', '.join(map(str, numbers))}" if numbers else "there is none"
         return there + (f"; {', '.join(map(str, lost))} died with a keeper" if lost else "")
 
-    def done(self, number: int, rank: int) -> bool:
+    def done(self, number: int, rank: int, digests: bytes | None = None) -> bool:
         """Note that a rank has written its boxes. Return True if that committed the version.
+
+        `digests` are those of its boxes for each tensor, in the order of the stored layout, 8 bytes each.
 
         WeightsLostError if the version was superseded, or its memory is gone.
         """
@@ -452,6 +465,8 @@ class Ledger:
             is_lost = version is not None and version.state is VersionState.LOST
             why = "is lost" if is_lost else "was given up by another rank"
             raise WeightsLostError(f"version {number} of {self.name!r} {why} while rank {rank} wrote it. Publish again")
+        if digests is not None and rank not in version.done:
+            version.digests.append(digests)
         version.done.add(rank)
         if version.state is VersionState.OPEN and not version.missing():
             version.base = self._base_of(version)

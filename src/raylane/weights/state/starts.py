@@ -62,6 +62,8 @@ class RankRegistration(NamedTuple):
     publisher: PublisherKey
     keep: int
     delta: DeltaOptions = DeltaOptions()
+    digests: bool = False
+    """True if the rank computes digests of what it publishes."""
     trainer: str | None = None
     """Text of the user that is the same for all ranks of one start, and of no other start."""
     start: StartKey | None = None
@@ -72,9 +74,9 @@ class RankRegistration(NamedTuple):
         """Ray's id of the rank's node."""
         return self.publisher.host
 
-    def options(self) -> tuple[int, int, DeltaOptions, str | None]:
+    def options(self) -> tuple[int, int, DeltaOptions, bool, str | None]:
         """Return what all ranks of a start have in common."""
-        return self.world, self.keep, self.delta, self.trainer
+        return self.world, self.keep, self.delta, self.digests, self.trainer
 
 
 class StartState(enum.Enum):
@@ -174,7 +176,7 @@ class Start:
     """One start of a trainer."""
 
     key: StartKey
-    options: tuple[int, int, DeltaOptions, str | None]
+    options: tuple[int, int, DeltaOptions, bool, str | None]
     members: dict[int, RankRegistration] = field(default_factory=dict)
     """Registrations by rank."""
     ended: set[str] = field(default_factory=set)
