@@ -100,7 +100,8 @@ def _serve(listener: socket.socket) -> dict[str, Any] | None:
 def main() -> None:
     listener = socket.socket(fileno=int(sys.argv[1]))
     for name in MODULES:
-        importlib.import_module(name)
+        with contextlib.suppress(ModuleNotFoundError):  # some versions of Ray bring their own
+            importlib.import_module(name)
     gc.collect()
     gc.freeze()
     request = _serve(listener)

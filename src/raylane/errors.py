@@ -24,6 +24,7 @@
     │   ├── WeightsLayoutError         tensors of publisher and reader do not fit together (also a ValueError)
     │   ├── WeightsTimeoutError        a wait for ranks, versions or readers passed its deadline (also a TimeoutError)
     │   ├── WeightsLostError           a version, or the process that kept it, is gone; publish again
+    │   ├── WeightsSwitchError         a fleet did not switch, or a reader was cut off from it
     │   ├── WeightsVersionError        the version that was asked for is not there (any more)
     │   ├── WeightsInvalidError        an update broke off in the middle: the reader has no whole version
     │   └── WeightsMismatchError       tensors of a version differ from those that were published
@@ -82,6 +83,7 @@ __all__ = [
     "WeightsLayoutError",
     "WeightsLostError",
     "WeightsMismatchError",
+    "WeightsSwitchError",
     "WeightsTimeoutError",
     "WeightsVersionError",
     "WorkerCallError",
@@ -212,6 +214,10 @@ class WeightsLostError(WeightsError):
 
 class WeightsVersionError(WeightsError):
     """The version of this number is gone, or never was; the message says which ones are there. Nothing was written."""
+
+
+class WeightsSwitchError(WeightsError):
+    """A fleet did not switch, and all its readers go on with what they had; or a reader may not serve at present."""
 
 
 class WeightsInvalidError(WeightsError):

@@ -19,7 +19,6 @@ from raylane.core.memory import windows
 from raylane.core.memory.segment import make_memfd
 from raylane.core.memory.windows import StagedFile, Window
 
-pytestmark = pytest.mark.fast
 NBYTES = (1 << 21) + 5000
 """More than the kernel moves at once, and no whole number of pages."""
 

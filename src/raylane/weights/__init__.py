@@ -25,6 +25,7 @@ from raylane.weights.state.readers import ReaderInfo
 if TYPE_CHECKING:
     from raylane.weights.engines import attach
     from raylane.weights.engines.attachment import EngineUpdate
+    from raylane.weights.fleet import Fleet, FleetReader
     from raylane.weights.layout.mapping import Mapping
     from raylane.weights.layout.plan import Plan
     from raylane.weights.memory.tensors import Part
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 _HOME = {  # module of each name that is loaded on first use
     "EngineUpdate": "engines.attachment",
+    "Fleet": "fleet",
+    "FleetReader": "fleet",
     "Mapping": "layout.mapping",
     "Part": "memory.tensors",
     "Plan": "layout.plan",
@@ -46,6 +49,8 @@ _HOME = {  # module of each name that is loaded on first use
 
 __all__ = [
     "EngineUpdate",
+    "Fleet",
+    "FleetReader",
     "Mapping",
     "Part",
     "Plan",

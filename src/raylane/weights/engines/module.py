@@ -107,6 +107,11 @@ class ModuleAttachment:
             self._undo.append(replace_method(model, "generate", self._generate))
 
     @property
+    def subscriber(self) -> Subscriber:
+        """Reader of the model's tensors."""
+        return self._subscriber
+
+    @property
     def version(self) -> int:
         """Number of the version in the model; 0 before the first update."""
         return self._subscriber.version

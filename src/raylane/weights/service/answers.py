@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from raylane.weights.layout.boxes import StoredLayout
 from raylane.weights.memory.slots import SlotPlace
-from raylane.weights.state.readers import VersionKey
+from raylane.weights.state.ledger import Ledger, Version
+from raylane.weights.state.readers import NamedReaders, VersionKey
 
 GenerationKey = tuple[str, int]
 """Generation in messages: the life of the name, and a number."""
@@ -36,6 +37,25 @@ class VersionInfo:
     """Number of transfers that were repeated whole, because patches did not make the bytes of the trainer's host."""
     held: bool = False
     """True if it is kept beyond `keep`, until it is released."""
+
+
+def version_info(ledger: Ledger, version: Version, readers: NamedReaders, now_s: float) -> VersionInfo:
+    """Return what is reported of a version; `now_s` is the present time of the clock of `Version.began_s`."""
+    return VersionInfo(
+        ledger.name,
+        version.number,
+        version.step,
+        version.state.value,
+        sum(version.generation.stored.nbytes),
+        tuple(version.hosts()),
+        tuple(readers.users(version.number, ledger.life)),
+        now_s - version.began_s,
+        version.digest,
+        tuple(version.missing()),
+        dict(version.copied_bytes),
+        version.mismatches,
+        ledger.is_held(version.number),
+    )
 
 
 @dataclass(frozen=True)

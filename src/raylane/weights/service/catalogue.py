@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
+import functools
 import secrets
 import time
 from collections import defaultdict
@@ -23,8 +23,9 @@ from raylane.core.deadline import Deadline
 from raylane.errors import WeightsLostError, WeightsTimeoutError
 from raylane.weights.memory.slots import SlotPlace
 from raylane.weights.service.actors import NAMESPACE, actor_names, own_error, start_actor
-from raylane.weights.service.answers import GenerationKey, VersionInfo, VersionOffer, WriteOrder
+from raylane.weights.service.answers import GenerationKey, VersionInfo, VersionOffer, WriteOrder, version_info
 from raylane.weights.service.copies import PAUSE_S, Copies, answered
+from raylane.weights.service.fleets import Fleets, Names
 from raylane.weights.service.keeper import Incarnation, Keeper, PartKind, Turn, when_job_ends
 from raylane.weights.service.lag_metrics import report_lags
 from raylane.weights.service.reader_watch import ANSWER_S, CatalogueEnded, Leases, host_lives
@@ -83,8 +84,10 @@ class Catalogue:
         self._tasks: set[Any] = set()
         """Tasks that wait for the end of keepers; an event loop keeps no tasks."""
         self._leases = Leases(self._keeper, host_lives, self._reader_keys, self._join, self._advance)
+        self._fleets = Fleets(self)
         self._recovery: asyncio.Task[None] | None = None
         """Search for the readers of an earlier catalogue, which the first name begins."""
+        self._has_predecessor = False
         self._ended = False
         if job is not None:
             when_job_ends(job, self._end)
@@ -189,7 +192,7 @@ class Catalogue:
         A life of None is the present one.
         """
         deadline = Deadline(timeout_s)
-        await self._recovered()
+        await self.recovered()
         entry = self._entry(name)
         version = VersionKey(entry.ledger.life if life is None else life, number)
 
@@ -214,7 +217,7 @@ class Catalogue:
         """Forget a reader."""
         if self._ended:
             return
-        await self._recovered()  # first: the keeper would bring the reader back
+        await self.recovered()  # first: the keeper would bring the reader back
         if key in self._reader_keys(key.host):
             self._leases.change(key.host)
             await self._advance([key], LeaseEvent.LEFT)
@@ -228,7 +231,7 @@ class Catalogue:
 
     async def readers(self, name: str | None) -> list[ReaderInfo]:
         """Return the readers of a name (None: of all names), those that are furthest behind first."""
-        await self._recovered()
+        await self.recovered()
         return self._reader_infos(self._entries_of(name))
 
     async def offer(
@@ -329,47 +332,56 @@ class Catalogue:
         version = self._entry(name).ledger.newest()
         return None if version is None else version.number
 
+    # Fleets
+
+    async def fleet(self, method: str, names: Names, *args: Any) -> Any:
+        """Call a method of `Fleets`. A reader that reports joins, as with `offer`."""
+        self._check_ended()
+        if method in ("report", "tell"):
+            self._join(args[0])
+        return await getattr(self._fleets, method)(names, *args)
+
+    def living(self, names: Names) -> set[ReaderKey]:
+        """Return the readers of these names that are waited for."""
+        entries = [self._entries[name] for name in names if name in self._entries]
+        return {reader.key for entry in entries for reader in entry.readers.counted()}
+
+    async def survivors(self, names: Names) -> set[ReaderKey]:
+        """Return the readers of these names that joined an earlier catalogue, when they are known."""
+        await self.recovered()
+        return self.living(names) if self._has_predecessor else set()
+
+    async def hold_exactly(self, versions: dict[str, int], holder: str, deadline: Deadline) -> None:
+        """Wait for these versions and hold them. WeightsVersionError if one is gone; then none is held."""
+        try:
+            for name, number in versions.items():
+                ledger, missing = self._entry(name).ledger, f"version {number} of {name!r} is not there"
+                exactly = functools.partial(ledger.exactly, number)
+                await self._wait(self._entry(name), exactly, deadline.left_s(), functools.partial(str, missing))
+                ledger.hold(number, holder)
+        except BaseException:
+            await self.let_go(versions, holder)
+            raise
+
+    async def let_go(self, versions: dict[str, int], holder: str) -> None:
+        """Let versions go; ignores what is not held."""
+        for name, number in versions.items():
+            await self.release(name, number, None, holder)
+
     # Names
 
     async def versions(self, name: str | None, *, digests: bool = False) -> list[VersionInfo]:
         """Return all versions of a name (None: of all names), the oldest first; committed ones with their digests."""
         entries = self._entries_of(name)
         if digests:
-            found = [version for entry in entries for version in entry.ledger.versions]
-            await asyncio.gather(*(self._find_digest(version) for version in found if version.digest is None))
+            found = [(entry, version) for entry in entries for version in entry.ledger.versions]
+            await asyncio.gather(*(entry.copies.find_digest(version) for entry, version in found))
+        now_s = time.monotonic()
         return [
-            VersionInfo(
-                entry.ledger.name,
-                version.number,
-                version.step,
-                version.state.value,
-                sum(version.generation.stored.nbytes),
-                tuple(version.hosts()),
-                tuple(entry.readers.users(version.number, entry.ledger.life)),
-                time.monotonic() - version.began_s,
-                version.digest,
-                tuple(version.missing()),
-                dict(version.copied_bytes),
-                version.mismatches,
-                entry.ledger.is_held(version.number),
-            )
+            version_info(entry.ledger, version, entry.readers, now_s)
             for entry in entries
             for version in entry.ledger.versions
         ]
-
-    async def _find_digest(self, version: Version) -> None:
-        """Note the digest of a version, unless it is not committed, or gone before its bytes were read."""
-        digests = []
-        for part in version.generation.stored.hosts:
-            holder = version.holder(part) if version.state is VersionState.COMMITTED else None
-            if holder is None:
-                return
-            path = version.generation.slots[holder, part][version.slot]
-            digests.append(self._keeper(holder).digest.remote(path, version.number))
-        with contextlib.suppress(ray.exceptions.RayActorError):
-            found = await asyncio.gather(*digests)
-            if all(found):
-                version.digest = hashlib.sha256("".join(found).encode()).hexdigest()
 
     async def memory(self) -> list[tuple[str, str, int]]:
         """Return the host, name and bytes of all shared memory that keeps weights now."""
@@ -429,6 +441,7 @@ class Catalogue:
             entry, own = self._entries.get(name), [key for key in keys if key.name == name]
             if entry is not None and entry.readers.advance(own, event, time.monotonic()):
                 await self._notify(entry)
+                await self._fleets.readers_ended()
                 if not entry.readers and entry.ledger.is_empty():  # a name that nobody publishes
                     await self.drop(name)
 
@@ -443,10 +456,11 @@ class Catalogue:
         begin = f"{KEEPER_NAME}{self._job or 'all'} on "
         names = await asyncio.to_thread(actor_names, begin)
         questions = [self._leases.recover(name.removeprefix(begin)) for name in names]
+        self._has_predecessor = bool(questions)
         if questions:
             await asyncio.wait(questions, timeout=ANSWER_S)
 
-    async def _recovered(self) -> None:
+    async def recovered(self) -> None:
         """Wait until the readers of an earlier catalogue are known."""
         self._check_ended()
         await self._begin_recovery()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import hashlib
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
@@ -13,7 +15,7 @@ from raylane.errors import WeightsTimeoutError
 from raylane.weights.chunks.patches import SlotVersion
 from raylane.weights.chunks.spread import Spread, Transfer
 from raylane.weights.service.keeper import SILENCE_S, Fetch, Turn
-from raylane.weights.state.ledger import Ledger, Version
+from raylane.weights.state.ledger import Ledger, Version, VersionState
 
 ASK_S = 5.0
 """Seconds after which a keeper that still works on a call is asked for another answer, and again."""
@@ -105,6 +107,22 @@ class Copies:
             for (host, _), paths in generation.slots.items():
                 for slot in ledger.surplus(generation, len(paths)):
                     self._keeper(host).empty.remote(paths[slot], 0 if newest is None else newest.number)
+
+    async def find_digest(self, version: Version) -> None:
+        """Note the digest of a version once, unless it is not committed, or gone before its bytes were read."""
+        if version.digest is not None:
+            return
+        digests = []
+        for part in version.generation.stored.hosts:
+            holder = version.holder(part) if version.state is VersionState.COMMITTED else None
+            if holder is None:
+                return
+            path = _path(version, part, holder)
+            digests.append(self._keeper(holder).digest.remote(path, version.number))
+        with contextlib.suppress(ray.exceptions.RayActorError):
+            found = await asyncio.gather(*digests)
+            if all(found):
+                version.digest = hashlib.sha256("".join(found).encode()).hexdigest()
 
     async def _hold(self, version: Version, part: str, holder: str) -> bool:
         """Let a keeper keep its copy from being overwritten. Return False if it has none any more."""

@@ -1,0 +1,277 @@
+"""`weights.Fleet` and `weights.FleetReader`: readers that switch from one version to another together, or not at all.
+
+    driver                            reader, at each boundary of a step
+    fleet = Fleet("policy")           reader = FleetReader([subscriber])
+    fleet.switch(20)                  versions = reader.step()      {"policy": 20}
+    fleet.rollback()                  ... one step with these versions ...
+
+The protocol is that of `state.fleet`.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from raylane.core.deadline import Deadline
+from raylane.errors import WeightsError, WeightsSwitchError
+from raylane.weights.engines.module import ModuleAttachment
+from raylane.weights.service.client import CatalogueClient
+from raylane.weights.service.fleets import ANSWER_S
+from raylane.weights.state.fleet import CONTACT_S, NO_TARGET, Order, Report, Target
+from raylane.weights.state.options import check_name, whole_number
+from raylane.weights.subscriber import Subscriber
+
+PAUSE_S = 0.5
+"""Seconds after which a reader that was not answered reports again."""
+
+
+def _names(names: str | Iterable[str]) -> tuple[str, ...]:
+    found = (names,) if isinstance(names, str) else tuple(sorted(names))
+    for name in found:
+        check_name(name)
+    if not found or len(set(found)) < len(found):
+        raise ValueError(f"a fleet has one name of weights or several different ones, got {names!r}")
+    return found
+
+
+class Fleet:
+    """The readers of one or several names, which switch as one. Made by whoever decides what they serve."""
+
+    def __init__(self, names: str | Iterable[str], *, detached: bool = False) -> None:
+        """Find the fleet of these names, which all its readers read: those of `FleetReader`.
+
+        ValueError if a name comes twice. WeightsError if this process is not connected to Ray.
+        """
+        self.names = _names(names)
+        self._catalogue = CatalogueClient(detached=detached)
+
+    def switch(
+        self, versions: int | Mapping[str, int], *, readers: int = 1, timeout: float | None = None
+    ) -> dict[str, int]:
+        """Let all readers that have joined switch to these versions, or none; return the versions.
+
+        Waits until `readers` readers have joined, until all have the versions on their hosts, and then until each has
+        come to the boundary of its step. The versions, and those before, are held until two switches later.
+
+        Args:
+            versions: Number of the version; of several names a dict with the number of each.
+            readers: Number of readers that must have joined.
+            timeout: Seconds for all of it; None means RAYLANE_TIMEOUT_S (60 s).
+
+        Raises:
+            WeightsSwitchError: A reader has ended, could not prepare the versions or did not in time. None switches.
+            WeightsVersionError: A version is gone. None switches.
+            WeightsTimeoutError: Too few readers have joined, and none switches; or the switch is decided, and the
+                readers that the message names switch at the end of their step.
+        """
+        wanted = {self.names[0]: versions} if not isinstance(versions, Mapping) else dict(versions)
+        if sorted(wanted) != list(self.names):
+            raise ValueError(f"a switch needs a version of each of {', '.join(self.names)}, got {versions!r}")
+        wanted = {name: whole_number("version", number, 1) for name, number in wanted.items()}
+        return self._switch(wanted, whole_number("readers", readers, 0), timeout)
+
+    def rollback(self, *, timeout: float | None = None) -> dict[str, int]:
+        """Switch to the versions before the last switch, as `switch` does; return them.
+
+        WeightsSwitchError if there was no switch before; a second rollback goes forward again. Other errors as those
+        of `switch`.
+        """
+        return self._switch(None, 0, timeout)
+
+    def state(self, *, timeout: float | None = None) -> dict[str, Any]:
+        """Return `versions` (by name, {} before the first switch), `before`, and `readers`: what each serves."""
+        deadline = Deadline.of_call(timeout)
+        committed, before, reports = self._catalogue.call("fleet", "state", self.names, deadline=deadline)
+        return {
+            "versions": dict(committed.versions),
+            "before": None if before is None else dict(before.versions),
+            "readers": {label: dict(report.serving.versions) for label, report in reports.items()},
+        }
+
+    def _switch(self, versions: dict[str, int] | None, readers: int, timeout: float | None) -> dict[str, int]:
+        deadline = Deadline.of_call(timeout)
+        arguments = "switch", self.names, versions, readers, deadline.left_s()
+        target: Target = self._catalogue.call("fleet", *arguments, deadline=deadline)
+        return dict(target.versions)
+
+
+class FleetReader:
+    """A member of a fleet: the readers of one process, one for each name. Switches at `step`, and nowhere else.
+
+    A thread prepares versions beside the steps. Do not update the readers otherwise.
+    """
+
+    def __init__(
+        self, readers: Sequence[Subscriber | ModuleAttachment], *, detached: bool = False, timeout: float | None = None
+    ) -> None:
+        """Join the fleet of the names of these readers. Does not wait for a switch.
+
+        Args:
+            readers: `Subscriber` or attachments of torch modules, of different names.
+            detached: As for the readers.
+            timeout: Seconds in which `step` must be answered where it has to ask; None means RAYLANE_TIMEOUT_S (60 s).
+
+        Raises:
+            TypeError: A reader is none of these, such as an attachment of vLLM.
+        """
+        self._subscribers: dict[str, Subscriber] = {}
+        self._readers: dict[str, Subscriber | ModuleAttachment] = {}
+        for reader in readers:
+            if not isinstance(reader, Subscriber | ModuleAttachment):
+                raise TypeError(
+                    "a reader of a fleet is a Subscriber or an attachment of a torch module, got "
+                    f"{type(reader).__name__}"
+                )
+            self._readers[reader.name] = reader
+            self._subscribers[reader.name] = reader if isinstance(reader, Subscriber) else reader.subscriber
+        self.names = _names([reader.name for reader in readers])
+        self._timeout = timeout
+        self._catalogue = CatalogueClient(detached=detached)
+        self._key = self._subscribers[self.names[0]].key
+        self._changed = threading.Condition()
+        """Guards what follows, and is notified when an order has come."""
+        self._order: Order | None = None
+        self._answered_s = float("-inf")
+        """Time at which the report was sent that was answered last."""
+        self._serving = self._ready = NO_TARGET
+        self._failed: tuple[int, str] = (0, "")
+        self._turn = 0
+        self._closed = False
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=_run, args=(weakref.ref(self),), name="raylane-fleet", daemon=True)
+        self._thread.start()
+
+    @property
+    def versions(self) -> dict[str, int]:
+        """Versions that this reader serves, by name; {} before the first switch."""
+        return dict(self._serving.versions)
+
+    def step(self) -> dict[str, int]:
+        """Say that a step begins; return the versions with which it computes.
+
+        Switches here if a switch was decided since the last step. Takes microseconds otherwise; waits only after the
+        fleet was not heard of for seconds, as after a stop of the process.
+
+        Raises:
+            WeightsSwitchError: The fleet does not answer, so that others may serve other versions by now: this reader
+                must not serve. Call again.
+            WeightsError: A version could not be taken, or the reader was closed.
+        """
+        return self._step(Deadline.of_call(self._timeout))
+
+    def idle(self, timeout: float) -> dict[str, int]:
+        """Wait so many seconds between two steps, and switch meanwhile; return the versions as `step`.
+
+        Returns earlier after a switch. A reader that waits elsewhere holds up each switch until its next step.
+        """
+        before, deadline = self._step(Deadline.of_call(self._timeout)), Deadline(timeout)
+        with self._changed:
+            self._changed.wait_for(lambda: self._behind() or self._closed, deadline.left_s())
+        return before if not self._behind() else self._step(Deadline.of_call(self._timeout))
+
+    def close(self) -> None:
+        """Leave the fleet: nobody waits for this reader. The readers stay open, with what they have."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            self._changed.notify_all()
+        self._catalogue.tell("fleet", "leave", self.names, self._key)
+
+    # Parts of the above
+
+    def _behind(self) -> bool:
+        order = self._order
+        return order is not None and order.committed.number > 0 and order.committed != self._serving
+
+    def _may_serve(self) -> bool:
+        order = self._order
+        return order is not None and not order.undecided and time.monotonic() - self._answered_s < CONTACT_S
+
+    def _step(self, deadline: Deadline) -> dict[str, int]:
+        with self._changed:
+            if not self._may_serve():
+                self._changed.wait_for(lambda: self._may_serve() or self._closed, deadline.left_s())
+            if self._closed:
+                raise WeightsError("the reader of the fleet was closed. Make a new one")
+            if not self._may_serve():
+                cause = f" ({self._error})" if self._error else ""
+                raise WeightsSwitchError(
+                    f"the fleet of {', '.join(self.names)} did not answer within {deadline.timeout_s} s{cause}: others "
+                    "may serve other versions by now. Serve nothing, and call again"
+                )
+            assert self._order is not None
+            target = self._order.committed if self._behind() else None
+        if target is not None:
+            self._take(target, deadline)
+        return self.versions
+
+    def _take(self, target: Target, deadline: Deadline) -> None:
+        """Take the versions of a target, which were prefetched unless this reader has joined since."""
+        for name, number in target.versions:
+            reader = self._readers[name]
+            if isinstance(reader, Subscriber):
+                reader.take(number, deadline, exact=True)
+            else:
+                reader.update(version=number, timeout=deadline.left_s())
+        with self._changed:
+            self._serving = self._ready = target
+            report = self._report()
+        self._catalogue.tell("fleet", "tell", self.names, self._key, report)
+
+    def _report(self) -> Report:
+        self._turn += 1
+        return Report(self._turn, self._serving, self._ready, *self._failed)
+
+    def _ask(self) -> None:
+        """Report, wait for an order, and prepare what it proposes. Called on the thread of the reader."""
+        with self._changed:
+            report, seen = self._report(), self._order
+        sent_s = time.monotonic()
+        arguments = "report", self.names, self._key, report, seen
+        order: Order = self._catalogue.call("fleet", *arguments, deadline=Deadline(CONTACT_S + ANSWER_S))
+        with self._changed:
+            self._order, self._answered_s, self._error = order, sent_s, None
+            wasted = self._ready not in (self._serving, order.committed, order.proposed) and not order.undecided
+            if wasted:
+                self._ready = self._serving
+            proposed = order.proposed
+            prepare = proposed is not None and self._ready != proposed and self._failed[0] != proposed.number
+            self._changed.notify_all()
+        if wasted:
+            for subscriber in self._subscribers.values():
+                subscriber.forget_prefetched()
+        if prepare and proposed is not None:
+            self._prepare(proposed, order.timeout_s)
+
+    def _prepare(self, target: Target, timeout_s: float) -> None:
+        deadline, failed = Deadline(timeout_s), (0, "")
+        try:
+            for name, number in target.versions:
+                self._subscribers[name].fetch(number, deadline, exact=True)
+        except WeightsError as error:
+            failed = target.number, f"{type(error).__name__}: {error}"
+        with self._changed:
+            self._failed = failed
+            if not failed[0]:
+                self._ready = target
+
+
+def _run(reference: weakref.ref[FleetReader]) -> None:
+    """Report for a reader until it is closed or garbage."""
+    while True:
+        reader = reference()
+        if reader is None or reader._closed:
+            return
+        try:
+            reader._ask()
+        except Exception as error:
+            with reader._changed:
+                reader._error = error
+                reader._changed.wait_for(functools.partial(getattr, reader, "_closed"), PAUSE_S)
+        del reader

@@ -1,0 +1,181 @@
+"""Fleets: three readers in actors of a real Ray that switch as one, go back, and lose members."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import ray
+import torch
+from tests.weights.fleet_actors import WAIT_S, Reader, Start, Trainer, answers, started
+from torch.nn import Linear
+
+from raylane import weights
+from raylane.errors import WeightsError, WeightsSwitchError, WeightsTimeoutError, WeightsVersionError
+from raylane.weights import fleet as fleet_module
+from raylane.weights.service.actors import actor_names
+from raylane.weights.service.client import CATALOGUE_NAME
+
+pytestmark = pytest.mark.ray
+
+
+@pytest.fixture
+def start(cluster: None) -> Iterator[Start]:
+    """Return a function that starts an actor."""
+    with started() as start_actor:
+        yield start_actor
+
+
+@pytest.mark.claim("weights", "a fleet switches to a version as one, and goes back to the one before")
+def test_readers_switch_together_and_go_back(start: Start) -> None:
+    trainer, readers = start(Trainer, "policy"), [start(Reader, "policy") for _ in range(3)]
+    assert answers(readers) == [({}, {0.0})] * 3, "what each has"
+    ray.get(trainer.publish.remote(1))
+    fleet = weights.Fleet("policy")
+    with pytest.raises(WeightsSwitchError, match="'policy' cannot go back: no target before what each has is held"):
+        fleet.rollback()
+    assert fleet.switch(1, readers=3) == {"policy": 1}
+    assert answers(readers) == [({"policy": 1}, {1.0})] * 3
+    for value in range(2, 7):
+        ray.get(trainer.publish.remote(value))
+    assert answers(readers) == [({"policy": 1}, {1.0})] * 3, "nobody switches by itself"
+    assert fleet.switch(6) == {"policy": 6}
+    assert answers(readers) == [({"policy": 6}, {6.0})] * 3
+    assert [info.number for info in weights.versions("policy") if info.held] == [1, 6]
+    assert fleet.rollback() == {"policy": 1}
+    assert answers(readers) == [({"policy": 1}, {1.0})] * 3
+    assert fleet.state()["versions"] == {"policy": 1}
+    assert fleet.state()["before"] == {"policy": 6}
+    assert sorted(map(str, fleet.state()["readers"].values())) == ["{'policy': 1}"] * 3
+    with pytest.raises(WeightsVersionError, match="version 2 of 'policy' cannot be taken: there are 1, 4, 5, 6"):
+        fleet.switch(2)
+    with pytest.raises(WeightsTimeoutError, match=r"3 of 4 readers of 'policy' have joined the fleet within 0\.3 s"):
+        fleet.switch(6, readers=4, timeout=0.3)
+    late = start(Reader, "policy")
+    assert answers([late]) == [({"policy": 1}, {1.0})], "a reader that joins takes what is served"
+    ray.get(readers[0].close.remote(), timeout=WAIT_S)
+    assert fleet.switch(6, readers=3) == {"policy": 6}
+    assert answers([*readers[1:], late]) == [({"policy": 6}, {6.0})] * 3
+
+
+@pytest.mark.claim("weights", "a reader of a fleet that dies, fails or is late means that none switches")
+def test_none_switches_when_one_cannot(start: Start, eventually: Callable[..., None]) -> None:
+    trainer, readers = start(Trainer, "policy"), [start(Reader, "policy") for _ in range(3)]
+    fleet = weights.Fleet("policy")
+    ray.get(trainer.publish.remote(1))
+    fleet.switch(1, readers=3)
+    ray.get(trainer.publish.remote(2))
+    ray.get(readers[2].fail_to_prepare.remote())
+    with pytest.raises(WeightsSwitchError, match=r"did not switch to version 2 of 'policy': .*no memory for it\. All"):
+        fleet.switch(2)
+    assert answers(readers) == [({"policy": 1}, {1.0})] * 3
+    os.kill(ray.get(readers[2].pid.remote()), signal.SIGKILL)
+    eventually(lambda: len(fleet.state()["readers"]) == 2)
+    stopped = ray.get(readers[1].pid.remote())
+    dying = threading.Timer(0.5, os.kill, (stopped, signal.SIGKILL))
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        with pytest.raises(WeightsSwitchError, match=rf" {stopped} \d+ was not ready in time\. All readers go on with"):
+            fleet.switch(2, timeout=2)
+        assert answers(readers[:1]) == [({"policy": 1}, {1.0})]
+        dying.start()
+        with pytest.raises(WeightsSwitchError, match=rf" {stopped} \d+ has ended\. All readers go on with"):
+            fleet.switch(2, timeout=30)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(stopped, signal.SIGCONT)
+    dying.join()
+    assert fleet.switch(2) == {"policy": 2}
+    assert answers(readers[:1]) == [({"policy": 2}, {2.0})]
+
+
+def test_a_reader_in_a_long_step_switches_at_its_end(start: Start) -> None:
+    trainer, readers = start(Trainer, "policy"), [start(Reader, "policy") for _ in range(2)]
+    fleet = weights.Fleet("policy")
+    ray.get(trainer.publish.remote(1))
+    fleet.switch(1, readers=2)
+    ray.get(trainer.publish.remote(2))
+    ray.get(readers[0].begin_long_step.remote())
+    with pytest.raises(WeightsTimeoutError, match=r"'policy' switched to version 2 .* readers have not come"):
+        fleet.switch(2, timeout=1)
+    assert answers(readers[1:]) == [({"policy": 2}, {2.0})]
+    ray.get(readers[0].end_long_step.remote())
+    assert fleet.switch(2) == {"policy": 2}, "waits for the rest of it"
+    assert answers(readers) == [({"policy": 2}, {2.0})] * 2
+
+
+@pytest.mark.claim("weights", "a switch over several names is one switch")
+def test_two_names_are_one_switch(start: Start) -> None:
+    trainer, readers = start(Trainer, "policy", "draft"), [start(Reader, "policy", "draft") for _ in range(2)]
+    fleet = weights.Fleet(["policy", "draft"])
+    ray.get(trainer.publish.remote(1))
+    assert fleet.switch({"draft": 1, "policy": 1}, readers=2) == {"draft": 1, "policy": 1}
+    ray.get(trainer.publish.remote(2))
+    with pytest.raises(WeightsTimeoutError, match="version 3 of 'policy' is not there"):
+        fleet.switch({"draft": 2, "policy": 3}, timeout=0.5)
+    assert answers(readers) == [({"draft": 1, "policy": 1}, {1.0})] * 2
+    assert not [info for info in weights.versions() if info.held and info.number != 1], "nothing is held for it"
+    assert fleet.switch({"draft": 2, "policy": 2}) == {"draft": 2, "policy": 2}
+    assert answers(readers) == [({"draft": 2, "policy": 2}, {2.0})] * 2
+    for wrong in (2, {"draft": 1}, {"draft": 1, "policy": 1, "x": 1}):
+        with pytest.raises(ValueError, match="a switch needs a version of each of draft, policy"):
+            fleet.switch(wrong)
+    with pytest.raises(ValueError, match="several different ones"):
+        weights.Fleet(["policy", "policy"])
+    with pytest.raises(TypeError, match="a reader of a fleet is a Subscriber or an attachment of a torch module"):
+        weights.FleetReader([object()])  # type: ignore[list-item]
+
+
+def test_a_fleet_outlives_its_service(start: Start, eventually: Callable[..., None]) -> None:
+    trainer, readers = start(Trainer, "policy"), [start(Reader, "policy") for _ in range(2)]
+    fleet = weights.Fleet("policy")
+    ray.get(trainer.publish.remote(1))
+    fleet.switch(1, readers=2)
+    (name,) = actor_names(CATALOGUE_NAME)
+    ray.kill(ray.get_actor(name, "raylane-weights"))
+    eventually(lambda: len(fleet.state()["readers"]) == 2)
+    assert answers(readers) == [({"policy": 1}, {1.0})] * 2
+    assert fleet.state()["versions"] == {"policy": 1}
+    (number,) = ray.get(trainer.publish.remote(2))
+    assert fleet.switch(number, readers=2) == {"policy": number}
+    assert answers(readers) == [({"policy": number}, {2.0})] * 2
+
+
+def test_a_reader_that_is_cut_off_serves_nothing(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, model = start(Trainer, "policy"), Linear(1000, 1, bias=False)
+    mapping = weights.Mapping.record(lambda tensors: [model.weight.data.view(-1).copy_(each) for _, each in tensors])
+    attachment = weights.attach(model, "policy", mapping=mapping)
+    reader, fleet = weights.FleetReader([attachment], timeout=20), weights.Fleet("policy")
+    ray.get(trainer.publish.remote(1))
+    serving, ended = threading.Event(), threading.Event()
+
+    def serve() -> None:
+        while not ended.is_set():
+            serving.set()
+            reader.idle(0.05)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    assert serving.wait(WAIT_S)
+    assert fleet.switch(1) == {"policy": 1}
+    ended.set()
+    thread.join()
+    assert attachment.version == 1
+    with attachment.answer() as answer:
+        model(torch.ones(1, 1000))
+        answer.note_token()
+    assert answer.weight_versions == [(1, 0, 1)]
+    monkeypatch.setattr(fleet_module, "CONTACT_S", 0.0)  # as after a stop of the process
+    reader._timeout = 0.1
+    with pytest.raises(WeightsSwitchError, match=r"did not answer within 0\.1 s: others may serve other versions"):
+        reader.step()
+    monkeypatch.undo()
+    assert reader.step() == {"policy": 1}
+    reader.close()
+    with pytest.raises(WeightsError, match="was closed"):
+        reader.step()
+    attachment.close()
