@@ -47,7 +47,19 @@ ROOMS = {
         "run",
     ),
     "sft": ("config", "data", "run"),
-    "weights": ("layout", "memory", "chunks", "state", "service", "verification", "publisher", "subscriber", "engines"),
+    "weights": (
+        "layout",
+        "memory",
+        "chunks",
+        "state",
+        "service",
+        "held",
+        "verification",
+        "publisher",
+        "subscriber",
+        "engines",
+        "fleet",
+    ),
 }
 """Rooms of each package; each may import what stands to its left."""
 AUTHORING = {"collectives", "nodes", "ray_dag"}

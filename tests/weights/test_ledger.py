@@ -376,7 +376,7 @@ def test_held_versions_come_on_top_of_keep() -> None:
     assert ledger.surplus(generation(ledger), 3) == [({0, 1, 2} - {each.slot for each in ledger.versions}).pop()]
 
 
-def test_exact_version_is_that_one_or_an_error_that_says_what_is_there() -> None:
+def test_exact_version_is_that_one_or_an_error() -> None:
     ledger = Ledger("policy")
     start = register(ledger, 1, keep=3)
     for step in range(1, 5):

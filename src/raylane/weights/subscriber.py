@@ -18,13 +18,12 @@ from raylane.core.deadline import Cancelled, Deadline
 from raylane.errors import WeightsError, WeightsLostError, WeightsMismatchError, WeightsTimeoutError
 from raylane.transport.link.endpoint import endpoint
 from raylane.weights.held import HeldVersion
-from raylane.weights.layout.boxes import View
 from raylane.weights.layout.mapping import Mapping, layout_of_record
 from raylane.weights.layout.plan import Plan, make_plans
 from raylane.weights.layout.recording import Record
 from raylane.weights.memory.devices import PreparedCopy
 from raylane.weights.memory.slots import POLL_S, OpenSlot, StaleSlot
-from raylane.weights.memory.sources import MappedParts, Sources
+from raylane.weights.memory.sources import MappedParts, Sources, views_to_map
 from raylane.weights.memory.tensors import (
     NamedTensors,
     Places,
@@ -553,29 +552,10 @@ class Subscriber:
         staged = held.stage() if held.staged is None else held.staged
         pieces = self._windows.pieces(self._plan, held.by_part())
         placed = pieces is self._placed and self._tensors.memory() == self._taken_memory
-        views = {} if placed else self._views_to_map(pieces)
+        views = {} if placed else views_to_map(self._regions, pieces, self._tensors.distinct())
         self.state = ReaderState.INVALID  # until the caller notes that all was shown
         self._windows.show(staged)
         if not placed:
             for name, view in views.items():
                 self._tensors.set_memory(name, view)
             self._placed, self._taken_memory = pieces, self._tensors.memory()
-
-    def _views_to_map(self, pieces: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the memory in which each tensor is to lie. WeightsError for tensors that cannot be mapped."""
-        tensors = self._tensors.distinct()
-        stored_of: dict[str, list[torch.Tensor]] = {}
-        for (name, place), view in zip(self._regions, pieces, strict=True):
-            if isinstance(place, View) and place.strides != view.stride():
-                raise WeightsError(f"{name!r} cannot be mapped: it is stored transposed. Use apply='copy'")
-            stored_of.setdefault(name, []).append(view)
-        for name, stored in stored_of.items():
-            target, view = inner_of(tensors[name]), stored[0]
-            if target.is_cuda:
-                raise WeightsError(f"{name!r} is on {target.device}, where nothing can be mapped. Use apply='copy'")
-            if len(stored) > 1 or view.dtype != target.dtype or view.shape != target.shape:
-                raise WeightsError(
-                    f"{name!r} cannot be mapped: it is stored in {len(stored)} pieces as {view.dtype}, and the reader "
-                    f"has {target.dtype}. Use apply='copy', or the publisher's layout and dtype"
-                )
-        return {name: stored[0] for name, stored in stored_of.items()}

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
 from raylane.core.memory.windows import StagedFile, Window
+from raylane.errors import WeightsError
+from raylane.weights.layout.boxes import View
 from raylane.weights.layout.plan import Plan
 from raylane.weights.memory.devices import PreparedCopy
 from raylane.weights.memory.slots import OpenSlot
-from raylane.weights.memory.tensors import stored_pieces
+from raylane.weights.memory.tensors import Regions, inner_of, stored_pieces
 
 MOST_SLOTS = 8
 """Number of slots of one part that stay mapped: `keep` of a name, and those of its next generation."""
@@ -90,3 +92,24 @@ class MappedParts:
     def forget(self) -> None:
         """Forget the windows of a plan that was replaced. Tensors in them keep what they show."""
         self._windows, self._pieces = {}, []
+
+
+def views_to_map(
+    regions: Regions, pieces: Sequence[torch.Tensor], tensors: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return the memory in which each tensor is to lie. WeightsError for tensors that cannot be mapped."""
+    stored_of: dict[str, list[torch.Tensor]] = {}
+    for (name, place), view in zip(regions, pieces, strict=True):
+        if isinstance(place, View) and place.strides != view.stride():
+            raise WeightsError(f"{name!r} cannot be mapped: it is stored transposed. Use apply='copy'")
+        stored_of.setdefault(name, []).append(view)
+    for name, stored in stored_of.items():
+        target, view = inner_of(tensors[name]), stored[0]
+        if target.is_cuda:
+            raise WeightsError(f"{name!r} is on {target.device}, where nothing can be mapped. Use apply='copy'")
+        if len(stored) > 1 or view.dtype != target.dtype or view.shape != target.shape:
+            raise WeightsError(
+                f"{name!r} cannot be mapped: it is stored in {len(stored)} pieces as {view.dtype}, and the reader "
+                f"has {target.dtype}. Use apply='copy', or the publisher's layout and dtype"
+            )
+    return {name: stored[0] for name, stored in stored_of.items()}
