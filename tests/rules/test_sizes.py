@@ -18,16 +18,16 @@ LONG_FUNCTIONS: dict[str, str] = {}
 PACKAGE = ROOT / "src" / "raylane"
 BUDGETS = {
     "cli": 1211,
-    "core": 1933,
+    "core": 1984,
     "graph": 6738,
-    "modules": 678,
+    "modules": 684,
     "nemo": 982,
     "rl": 2942,
     "sft": 3050,
     "testing": 206,
     "training": 7425,
     "transport": 7780,
-    "weights": 5004,
+    "weights": 6419,
     "workers": 1544,
 }
 """Lines of code of each package, and of the modules beside them, without docstrings, comments and blank lines.

@@ -177,7 +177,7 @@ def test_no_order_of_events_lets_two_versions_be_served() -> None:
     assert len(seen) > 1000, "states that were looked at"
 
 
-def test_readers_that_come_back_after_a_restart_learn_what_was_committed() -> None:
+def test_readers_learn_after_a_restart_what_was_committed() -> None:
     world = serving_world()
     switch = world.fleet.propose({"policy": 2}, 10, world.now_s)
     for number in range(3):

@@ -103,7 +103,8 @@ class Fleet:
 class FleetReader:
     """A member of a fleet: the readers of one process, one for each name. Switches at `step`, and nowhere else.
 
-    A thread prepares versions beside the steps. Do not update the readers otherwise.
+    A thread prepares versions beside the steps. Do not update the readers otherwise. Where several threads call `step`,
+    the first one switches, so their steps must not overlap.
     """
 
     def __init__(
@@ -133,6 +134,7 @@ class FleetReader:
         self._timeout = timeout
         self._catalogue = CatalogueClient(detached=detached)
         self._key = self._subscribers[self.names[0]].key
+        self._taking = threading.Lock()  # held while versions are taken
         self._changed = threading.Condition()
         """Guards what follows, and is notified when an order has come."""
         self._order: Order | None = None
@@ -187,7 +189,7 @@ class FleetReader:
 
     def _behind(self) -> bool:
         order = self._order
-        return order is not None and order.committed.number > 0 and order.committed != self._serving
+        return order is not None and order.committed.number > self._serving.number
 
     def _may_serve(self) -> bool:
         order = self._order
@@ -213,6 +215,11 @@ class FleetReader:
 
     def _take(self, target: Target, deadline: Deadline) -> None:
         """Take the versions of a target, which were prefetched unless this reader has joined since."""
+        with self._taking:
+            if target.number > self._serving.number:
+                self._take_alone(target, deadline)
+
+    def _take_alone(self, target: Target, deadline: Deadline) -> None:
         for name, number in target.versions:
             reader = self._readers[name]
             if isinstance(reader, Subscriber):
