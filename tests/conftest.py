@@ -202,6 +202,19 @@ def ray_session() -> Iterator[None]:
         ray.shutdown()
 
 
+@pytest.fixture(scope="module")
+def weights_service(ray_session: None) -> Iterator[None]:
+    """Keep the actors of `raylane.weights` for a module: they would end with the names of each test."""
+    import torch
+
+    from raylane import weights
+
+    kept = weights.Subscriber("kept by the module", {"w": torch.zeros(1)})
+    yield
+    kept.close()
+    weights.drop("kept by the module")
+
+
 @pytest.fixture
 def hosts(tmp_path: Path) -> networks.Hosts:
     """Return the Ray nodes in namespaces that tests share."""

@@ -25,7 +25,7 @@ from raylane.errors import (
     WeightsVersionError,
 )
 
-pytestmark = pytest.mark.usefixtures("ray_session")
+pytestmark = pytest.mark.usefixtures("ray_session", "weights_service")
 PROMPT = torch.tensor([[1, 2, 3]])
 WAIT_S = 60
 

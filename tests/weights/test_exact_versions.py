@@ -15,7 +15,7 @@ from raylane import weights
 from raylane.errors import WeightsTimeoutError, WeightsVersionError
 from raylane.weights.service.client import all_memory
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("weights_service")]
 Start = Callable[..., Any]
 NUMBERS = 1 << 20
 """Numbers of a tensor: of 4 MiB, so that memory that is given back can be seen."""

@@ -17,10 +17,8 @@ from torch.nn import Linear
 from raylane import weights
 from raylane.errors import WeightsError, WeightsSwitchError, WeightsTimeoutError, WeightsVersionError
 from raylane.weights import fleet as fleet_module
-from raylane.weights.service.actors import actor_names
-from raylane.weights.service.client import CATALOGUE_NAME
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("weights_service")]
 
 
 @pytest.fixture
@@ -130,19 +128,19 @@ def test_two_names_are_one_switch(start: Start) -> None:
         weights.FleetReader([object()])  # type: ignore[list-item]
 
 
-def test_a_fleet_outlives_its_service(start: Start, eventually: Callable[..., None]) -> None:
-    trainer, readers = start(Trainer, "policy"), [start(Reader, "policy") for _ in range(2)]
+def test_a_dropped_name_begins_anew(start: Start) -> None:
     fleet = weights.Fleet("policy")
-    ray.get(trainer.publish.remote(1))
-    fleet.switch(1, readers=2)
-    (name,) = actor_names(CATALOGUE_NAME)
-    ray.kill(ray.get_actor(name, "raylane-weights"))
-    eventually(lambda: len(fleet.state()["readers"]) == 2)
-    assert answers(readers) == [({"policy": 1}, {1.0})] * 2
-    assert fleet.state()["versions"] == {"policy": 1}
-    (number,) = ray.get(trainer.publish.remote(2))
-    assert fleet.switch(number, readers=2) == {"policy": number}
-    assert answers(readers) == [({"policy": number}, {2.0})] * 2
+    for value in (1, 2):
+        trainer, readers = start(Trainer, "policy"), [start(Reader, "policy") for _ in range(2)]
+        assert ray.get(trainer.publish.remote(value)) == [1]
+        assert fleet.switch(1, readers=2) == {"policy": 1}
+        assert answers(readers) == [({"policy": 1}, {float(value)})] * 2
+        if value == 1:
+            weights.drop("policy")
+            assert answers(readers) == [({"policy": 1}, {1.0})] * 2, "they keep what they have"
+            assert fleet.state()["versions"] == {}
+            for each in (trainer, *readers):
+                ray.kill(each)
 
 
 def test_a_reader_that_is_cut_off_serves_nothing(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import ray
-from tests.weights.fleet_actors import WAIT_S, Reader, Start, Trainer, started
+from tests.weights.fleet_actors import WAIT_S, Reader, Start, Trainer, answers, started
 
 from raylane import weights
 from raylane.errors import WeightsError
@@ -85,3 +85,21 @@ def test_all_living_readers_answer_with_one_version(start: Start, eventually: Ca
     print(dict(outcomes))
     value += 1
     assert fleet.switch(publish(), readers=READERS, timeout=60)
+
+
+@pytest.mark.faults
+def test_a_fleet_outlives_its_service(start: Start, eventually: Callable[..., None]) -> None:
+    trainer, readers = start(Trainer, "policy"), [start(Reader, "policy") for _ in range(2)]
+    fleet = weights.Fleet("policy")
+    ray.get(trainer.publish.remote(1))
+    fleet.switch(1, readers=2)
+    (name,) = actor_names(CATALOGUE_NAME)
+    killed = ray.get_actor(name, NAMESPACE)
+    ray.kill(killed)
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(killed.newest.remote("policy"), timeout=WAIT_S)
+    eventually(lambda: (fleet.state()["versions"], len(fleet.state()["readers"])) == ({"policy": 1}, 2))
+    assert answers(readers) == [({"policy": 1}, {1.0})] * 2
+    (number,) = ray.get(trainer.publish.remote(2))
+    assert fleet.switch(number, readers=2) == {"policy": number}
+    assert answers(readers) == [({"policy": number}, {2.0})] * 2

@@ -206,8 +206,23 @@ def test_reports_of_the_past_do_not_count() -> None:
     assert fleet.members()[key(0)].serving == fleet.committed == target
     assert fleet.propose({"policy": 8}, 10, 3).target.number == 4
     assert fleet.order(key(0), 3) == Order(target, Target(4, (("policy", 8),)), 10, False)
+    fleet.report(key(1), Report(1, target, target), 3)
+    fleet.leave(key(1))
+    assert fleet.switch is not None
+    assert fleet.switch.state is SwitchState.PREPARING, "it was not in the switch"
     assert fleet.gone(key(0))
     assert not fleet.gone(key(0))
-    assert fleet.switch is not None
     assert fleet.switch.state is SwitchState.ABORTED
     assert fleet.switch.reasons == ["reader 0 has ended"]
+
+
+def test_reader_that_leaves_holds_nobody_up() -> None:
+    fleet = FleetState(0)
+    for number in range(2):
+        fleet.report(key(number), Report(1, NO_TARGET, NO_TARGET), 1)
+    switch = fleet.propose({"policy": 1}, 10, 1)
+    fleet.report(key(0), Report(2, NO_TARGET, switch.target), 2)
+    assert switch.state is SwitchState.PREPARING
+    fleet.leave(key(1))
+    fleet.decide(3)
+    assert switch.state is SwitchState.COMMITTED

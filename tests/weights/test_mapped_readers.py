@@ -13,7 +13,7 @@ from raylane.core.deadline import Cancellation, Cancelled, Deadline
 from raylane.errors import WeightsError, WeightsLayoutError, WeightsTimeoutError
 from raylane.weights.memory.sources import MOST_SLOTS
 
-pytestmark = pytest.mark.usefixtures("ray_session")
+pytestmark = pytest.mark.usefixtures("ray_session", "weights_service")
 
 
 @pytest.fixture(autouse=True)

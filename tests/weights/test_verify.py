@@ -24,7 +24,7 @@ from raylane.errors import (
 from raylane.weights.memory.tensors import NamedTensors
 from raylane.weights.state.contents import ReaderState
 
-pytestmark = pytest.mark.usefixtures("ray_session")
+pytestmark = pytest.mark.usefixtures("ray_session", "weights_service")
 
 
 @pytest.fixture(autouse=True)

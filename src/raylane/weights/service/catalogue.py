@@ -396,11 +396,13 @@ class Catalogue:
         entry = self._entries.pop(name, None)
         if entry is not None:
             entry.dropped = True
+            await self._fleets.dropped(name)
             dropping = [keeper.drop.remote(self._turn(), name) for keeper in self._keepers.values()]
             await self._notify(entry)
             if dropping:  # readers that have prefetched a version see that it was dropped when this call returns
                 await asyncio.wait([asyncio.ensure_future(_answered(each)) for each in dropping], timeout=ANSWER_S)
         if not self._entries:
+            await self._fleets.end()
             await asyncio.to_thread(self._end)
 
     # Parts of the above

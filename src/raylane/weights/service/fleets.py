@@ -42,8 +42,10 @@ class Versions(Protocol):
 class _Fleet:
     """One fleet, and the event for which its readers and callers wait."""
 
-    def __init__(self) -> None:
-        self.state = FleetState(time.monotonic())
+    def __init__(self, dropped: int = 0) -> None:
+        self.state = FleetState(time.monotonic(), dropped)
+        self.replaced = False
+        """True if one of its names was dropped: another state takes its place."""
         self.changed = asyncio.Condition()
         self.switching = asyncio.Lock()
         """Held during a switch."""
@@ -77,6 +79,7 @@ class Fleets:
         self._versions = versions
         self._fleets: dict[Names, _Fleet] = {}
         self._tasks: set[Any] = set()
+        self._ended = False
 
     def _fleet(self, names: Names) -> _Fleet:
         if names not in self._fleets:
@@ -100,10 +103,16 @@ class Fleets:
             return fleet.state.order(key, time.monotonic())
 
         def other() -> bool:
-            return key not in fleet.state.members() or seen is None or _differ(order(), seen)
+            return (
+                self._ended
+                or fleet.replaced
+                or key not in fleet.state.members()
+                or seen is None
+                or _differ(order(), seen)
+            )
 
         await fleet.wait(other, ANSWER_S)
-        if key not in fleet.state.members():  # nobody waits for the answer, unless its host came back
+        if fleet.replaced or key not in fleet.state.members():  # nobody waits for the answer, unless its host came back
             raise WeightsLostError(f"the reader {key.label} counted as ended. Report again")
         return order()
 
@@ -115,7 +124,26 @@ class Fleets:
 
     async def leave(self, names: Names, key: ReaderKey) -> None:
         """Forget a reader."""
-        await self._gone(self._fleet(names), [key])
+        fleet = self._fleet(names)
+        fleet.state.leave(key)
+        fleet.state.decide(time.monotonic())
+        await fleet.notify()
+
+    async def end(self) -> None:
+        """Answer all readers: the catalogue ends."""
+        self._ended = True
+        for fleet in self._fleets.values():
+            await fleet.notify()
+
+    async def dropped(self, name: str) -> None:
+        """Begin anew with the fleets of a name: the numbers of its versions begin anew."""
+        for names, fleet in list(self._fleets.items()):
+            if name in names:
+                highest = max([fleet.state.newest(), *(each.ready.number for each in fleet.state.members().values())])
+                self._fleets[names] = _Fleet(highest)
+                self._fleets[names].state.expect([])
+                fleet.replaced = True
+                await fleet.notify()
 
     async def readers_ended(self) -> None:
         """Look which readers have ended."""
@@ -194,7 +222,11 @@ class Fleets:
         switch = state.propose(versions, 1e9 if left_s is None else left_s, time.monotonic())
         fleet.holders[switch.target] = holder
         await fleet.notify()
-        await fleet.wait(lambda: switch.state is not SwitchState.PREPARING, None)
+        await fleet.wait(lambda: fleet.replaced or switch.state is not SwitchState.PREPARING, None)
+        if fleet.replaced:
+            raise WeightsLostError(
+                f"a name of the fleet of {_listed(names)} was dropped during the switch. Publish again"
+            )
         kept = {state.committed, state.before}
         for target in [each for each in fleet.holders if each not in kept]:
             await self._versions.let_go(dict(target.versions), fleet.holders.pop(target))

@@ -125,7 +125,9 @@ class _Member:
 class FleetState:
     """Everything that is known of a fleet. Times are those of any one clock, in seconds."""
 
-    def __init__(self, now_s: float) -> None:
+    def __init__(self, now_s: float, dropped: int = 0) -> None:
+        """Begin to learn of a fleet. Targets up to the number `dropped` are of versions that were dropped."""
+        self._dropped = dropped
         self.committed = NO_TARGET
         self.before: Target | None = None
         """Target to which `rollback` goes."""
@@ -151,7 +153,7 @@ class FleetState:
         if known is not None and known.report.turn > report.turn:
             return False
         self._members[key] = _Member(report, now_s)
-        if report.serving.number > self.committed.number:  # an earlier catalogue has committed it
+        if report.serving.number > max(self.committed.number, self._dropped):  # an earlier catalogue has committed it
             self.committed, self.before = report.serving, None
         if report.failed and self._preparing(report.failed):
             self._fail(f"{key.label}: {report.reason}")
@@ -164,10 +166,8 @@ class FleetState:
         proposed, left_s = None, 0.0
         if switch is not None and switch.state is SwitchState.PREPARING and key in switch.members:
             proposed, left_s = switch.target, max(0.0, switch.end_s - now_s)
-        known = self.committed.number if switch is None else max(self.committed.number, switch.target.number)
-        return Order(
-            self.committed, proposed, left_s, member.report.ready.number > known and not self.is_decided(now_s)
-        )
+        undecided = member.report.ready.number > self.newest() and not self.is_decided(now_s)
+        return Order(self.committed, proposed, left_s, undecided)
 
     def gone(self, key: ReaderKey) -> bool:
         """Note that a reader has left, or that its process or host has ended. Return True if it was a member."""
@@ -178,16 +178,24 @@ class FleetState:
             self._fail(f"{key.label} has ended")
         return True
 
+    def leave(self, key: ReaderKey) -> None:
+        """Note that a reader leaves of its own will: a switch goes on without it."""
+        if self.switch is not None:
+            self.switch.members.discard(key)
+        self.gone(key)
+
     def propose(self, versions: Mapping[str, int], timeout_s: float, now_s: float) -> Switch:
         """Begin a switch to these versions, with the readers that have joined. No other may be preparing."""
         assert self.switch is None or self.switch.state is not SwitchState.PREPARING, "a switch is being prepared"
-        number = 1 + max([self.committed.number, *(each.report.ready.number for each in self._members.values())])
-        if self.switch is not None:
-            number = max(number, self.switch.target.number + 1)
+        number = 1 + max(self.newest(), *(each.report.ready.number for each in self._members.values()), 0)
         target = Target(number, tuple(sorted(versions.items())))
         self.switch = Switch(target, set(self._members), now_s + timeout_s)
         self.decide(now_s)
         return self.switch
+
+    def newest(self) -> int:
+        """Return the largest number of a target that this state knows."""
+        return max(self.committed.number, self._dropped, 0 if self.switch is None else self.switch.target.number)
 
     def decide(self, now_s: float) -> None:
         """Commit or end the switch under way, if that can be decided now."""
