@@ -119,6 +119,8 @@ def test_two_names_are_one_switch(start: Start) -> None:
     assert not [info for info in weights.versions() if info.held and info.number != 1], "nothing is held for it"
     assert fleet.switch({"draft": 2, "policy": 2}) == {"draft": 2, "policy": 2}
     assert answers(readers) == [({"draft": 2, "policy": 2}, {2.0})] * 2
+    weights.drop("draft")
+    assert not [info for info in weights.versions() if info.held], "nor for a fleet that lost a name"
     for wrong in (2, {"draft": 1}, {"draft": 1, "policy": 1, "x": 1}):
         with pytest.raises(ValueError, match="a switch needs a version of each of draft, policy"):
             fleet.switch(wrong)

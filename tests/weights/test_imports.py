@@ -18,5 +18,5 @@ def test_catalogue_and_keepers_need_no_torch() -> None:
 
 def test_public_names_are_loaded_on_first_use() -> None:
     assert all(getattr(weights, name) is not None for name in weights.__all__)
-    with pytest.raises(AttributeError, match="no attribute 'nosuch'; it has EngineUpdate, Mapping"):
+    with pytest.raises(AttributeError, match="no attribute 'nosuch'; it has EngineUpdate, Fleet"):
         weights.nosuch  # noqa: B018

@@ -19,7 +19,7 @@ PART = PartKind("a", 2, 100_000, "")
 
 
 def write(path: str, number: int, byte: int) -> None:
-    slot = OpenSlot(path, PART.ranks, private=False)
+    slot = OpenSlot(path, PART.ranks)
     for rank in range(PART.ranks):
         slot.begin_writing(rank, Deadline(1), "a test waits")
     slot.view()[: PART.nbytes] = bytes([byte]) * PART.nbytes
@@ -50,7 +50,7 @@ def test_slots_stay_for_the_next_catalogue_and_are_counted() -> None:
         await keeper.drop(turn(1), "policy")
         assert await keeper.memory() == {}
         with pytest.raises(FileNotFoundError):
-            OpenSlot(paths[0], PART.ranks, private=False)
+            OpenSlot(paths[0], PART.ranks)
 
     asyncio.run(run())
 
@@ -77,13 +77,13 @@ def test_new_catalogue_releases_held_slots() -> None:
         write(path, 7, 3)
         assert await keeper.hold(turn(1), path, 7)
         assert not await keeper.hold(turn(1), "/proc/1/fd/1#1", 7)
-        slot = OpenSlot(path, PART.ranks, private=False)
+        slot = OpenSlot(path, PART.ranks)
         with pytest.raises(WeightsTimeoutError, match="a reader still holds the version that this one would replace"):
             slot.begin_writing(0, Deadline(0), "rank 0 waits")
         await keeper.make(turn(0, 2), "policy", PART, 2)
         slot.begin_writing(0, Deadline(0), "rank 0 waits")
         with pytest.raises(StaleSlot):
-            OpenSlot(path, PART.ranks, private=False).hold(7)
+            OpenSlot(path, PART.ranks).hold(7)
 
     asyncio.run(run())
 
@@ -98,7 +98,7 @@ def test_calls_that_later_ones_overtook_change_nothing() -> None:
         write(path, 7, 3)
         assert await keeper.hold(turn(4), path, 7)
         await keeper.release(turn(3), path)
-        slot = OpenSlot(path, PART.ranks, private=False)
+        slot = OpenSlot(path, PART.ranks)
         with pytest.raises(WeightsTimeoutError, match="a reader still holds"):
             slot.begin_writing(0, Deadline(0), "rank 0 waits")
         await keeper.release(turn(5), path)
@@ -128,7 +128,7 @@ def test_forked_child_keeps_the_locks_of_its_parent() -> None:
         from raylane.core.memory.file_locks import WRITE, is_free
         from raylane.weights.memory.slots import OpenSlot, make_slot
         segment = make_slot(1, 100)
-        slot, other = (OpenSlot(segment.path, 1, private=True) for _ in range(2))
+        slot, other = (OpenSlot(segment.path, 1) for _ in range(2))
         slot.hold(0)
         if (child := os.fork()) == 0:
             slot.release()
@@ -145,7 +145,7 @@ def test_forked_child_keeps_the_locks_of_its_parent() -> None:
 
 def test_order_that_a_later_version_overtook_is_not_written() -> None:
     segment = make_slot(2, 100)
-    slot = OpenSlot(segment.path, 2, private=False)
+    slot = OpenSlot(segment.path, 2)
     for rank, number in ((0, 5), (1, 5), (0, 6)):
         slot.begin_writing(rank, Deadline(0), "rank 0 waits", number)
         slot.end_writing(rank, number)

@@ -261,7 +261,7 @@ class FleetReader:
         try:
             for name, number in target.versions:
                 self._subscribers[name].fetch(number, deadline, exact=True)
-        except WeightsError as error:
+        except Exception as error:  # also of Ray or of the system: whatever it is, the fleet must learn of it
             failed = target.number, f"{type(error).__name__}: {error}"
         with self._changed:
             self._failed = failed

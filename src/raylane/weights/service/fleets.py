@@ -143,6 +143,8 @@ class Fleets:
                 self._fleets[names] = _Fleet(highest)
                 self._fleets[names].state.expect([])
                 fleet.replaced = True
+                for target, holder in fleet.holders.items():  # versions of the other names
+                    await self._versions.let_go(dict(target.versions), holder)
                 await fleet.notify()
 
     async def readers_ended(self) -> None:
