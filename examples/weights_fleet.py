@@ -22,7 +22,7 @@ class Engine:
         return f"{self.weight.mean().item():.0f} with version {versions['policy']}"
 
 
-ray.init(address="local")
+ray.init()
 trained = {"weight": torch.zeros(1000)}
 publisher = weights.Publisher("policy", trained, digests=True)
 engines = [Engine.remote() for _ in range(2)]

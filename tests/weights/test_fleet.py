@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import threading
@@ -179,3 +180,69 @@ def test_a_reader_that_is_cut_off_serves_nothing(start: Start, monkeypatch: pyte
     with pytest.raises(WeightsError, match="was closed"):
         reader.step()
     attachment.close()
+
+
+class Stepping:
+    """A fleet reader of this process whose steps are begun by a thread."""
+
+    def __init__(self, *readers: weights.Subscriber) -> None:
+        self.reader = weights.FleetReader(readers, timeout=20)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._step, daemon=True)
+        self._thread.start()
+
+    def _step(self) -> None:
+        while not self._ended.wait(0.002):
+            self.reader.idle(0.02)
+
+    def end(self) -> None:
+        self._ended.set()
+        self._thread.join()
+
+
+def test_readers_that_are_replaced_or_closed_hold_nobody_up(start: Start, eventually: Callable[..., None]) -> None:
+    trainer, fleet = start(Trainer, "policy"), weights.Fleet("policy")
+    tensors = {"w": torch.zeros(1000)}
+    subscriber = weights.Subscriber("policy", tensors, apply="swap")
+    ray.get(trainer.publish.remote(1))
+    for _ in range(2):  # the second one has the same subscriber
+        stepping = Stepping(subscriber)
+        assert fleet.switch(1) == {"policy": 1}
+        stepping.end()
+        del stepping  # garbage, without close()
+        gc.collect()
+        eventually(lambda: fleet.state()["readers"] == {}, within_s=20)
+    stepping = Stepping(subscriber)
+    ray.get(trainer.publish.remote(2))
+    loads = []
+    new_memory = subscriber._new_memory
+    subscriber._new_memory = lambda *args: loads.append(1) or new_memory(*args)  # type: ignore[method-assign]
+    assert fleet.switch(2) == {"policy": 2}
+    assert len(loads) == 1, "a version is loaded before the step, and not again"
+    stepping.end()
+    subscriber.close()
+    eventually(lambda: fleet.state()["readers"] == {}, within_s=20)
+    assert weights.readers("policy") == []
+
+
+def test_failed_preparation_lets_go_of_the_other_names(start: Start) -> None:
+    trainer, fleet = start(Trainer, "policy", "draft"), weights.Fleet(["draft", "policy"])
+    readers = [weights.Subscriber(name, {"w": torch.zeros(1000)}) for name in ("draft", "policy")]
+    stepping = Stepping(*readers)
+    ray.get(trainer.publish.remote(1))
+
+    def fetch(*_: object, **__: object) -> int:
+        raise OSError("no address space")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(readers[1], "fetch", fetch)
+        with pytest.raises(WeightsSwitchError, match="OSError: no address space"):
+            fleet.switch({"draft": 1, "policy": 1})
+    assert readers[0].pending is None
+    for value in range(2, 6):
+        ray.get(trainer.publish.remote(value))
+    assert fleet.switch({"draft": 5, "policy": 5}) == {"draft": 5, "policy": 5}
+    stepping.end()
+    stepping.reader.close()
+    for reader in readers:
+        reader.close()

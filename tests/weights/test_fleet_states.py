@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from raylane.weights.state.fleet import CONTACT_S, NO_TARGET, FleetState, Order, Report, SwitchState, Target
-from raylane.weights.state.readers import ReaderKey
+from raylane.weights.state.readers import ReaderKey, VersionKey
 
 
 def key(number: int) -> ReaderKey:
@@ -86,7 +86,7 @@ def serving_world() -> World:
     for number in range(3):
         world.ask(number)
     world.fleet.expect([key(number) for number in range(3)])
-    switch = world.fleet.propose({"policy": 1}, 10, world.now_s)
+    switch = world.fleet.propose({"policy": VersionKey("life", 1)}, 10, world.now_s)
     for _ in range(4):
         for number in range(3):
             world.ask(number)
@@ -145,19 +145,19 @@ def check(world: World) -> None:
     """Nobody serves what was not committed, and after a switch has ended nobody serves anything else."""
     fleet, switch = world.fleet, world.fleet.switch
     served = {target for each in world.readers if (target := each.serves(world.now_s)) is not None}
-    assert served <= {Target(1, (("policy", 1),)), Target(2, (("policy", 2),))}
+    assert served <= {Target(1, (("policy", VersionKey("life", 1)),)), Target(2, (("policy", VersionKey("life", 2)),))}
     if switch is not None and switch.state is SwitchState.DONE:
         # What a step computes with that begins now.
         assert served <= {fleet.committed}, "a reader serves the old version after the switch"
     if switch is not None and switch.state in (SwitchState.PREPARING, SwitchState.ABORTED):
-        assert served <= {Target(1, (("policy", 1),))}, "a reader serves what was not committed"
+        assert served <= {Target(1, (("policy", VersionKey("life", 1)),))}, "a reader serves what was not committed"
 
 
 @pytest.mark.slow
 @pytest.mark.claim("weights", "the readers of a fleet switch together or not at all, whoever dies when")
 def test_no_order_of_events_lets_two_versions_be_served() -> None:
     world = serving_world()
-    world.fleet.propose({"policy": 2}, CONTACT_S, world.now_s)
+    world.fleet.propose({"policy": VersionKey("life", 2)}, CONTACT_S, world.now_s)
     seen, waiting, ends = set(), [world], set()
     while waiting:
         world = waiting.pop()
@@ -179,7 +179,7 @@ def test_no_order_of_events_lets_two_versions_be_served() -> None:
 
 def test_readers_learn_after_a_restart_what_was_committed() -> None:
     world = serving_world()
-    switch = world.fleet.propose({"policy": 2}, 10, world.now_s)
+    switch = world.fleet.propose({"policy": VersionKey("life", 2)}, 10, world.now_s)
     for number in range(3):
         world.ask(number)
         world.readers[number].ready = switch.target
@@ -200,14 +200,14 @@ def test_readers_learn_after_a_restart_what_was_committed() -> None:
 
 def test_reports_of_the_past_do_not_count() -> None:
     fleet = FleetState(0)
-    target = Target(3, (("policy", 7),))
+    target = Target(3, (("policy", VersionKey("life", 7)),))
     fleet.report(key(0), Report(2, target, target), 1)
     assert not fleet.report(key(0), Report(1, NO_TARGET, NO_TARGET), 2)
     assert fleet.members()[key(0)].serving == fleet.committed == target
-    assert fleet.propose({"policy": 8}, 10, 3).target.number == 4
-    assert fleet.order(key(0), 3) == Order(target, Target(4, (("policy", 8),)), 10, False)
+    assert fleet.propose({"policy": VersionKey("life", 8)}, 10, 3).target.number == 4
+    assert fleet.order(key(0), 3) == Order(target, Target(4, (("policy", VersionKey("life", 8)),)), 10, False)
     fleet.report(key(1), Report(1, target, target), 3)
-    fleet.leave(key(1))
+    fleet.leave(key(1), 5)
     assert fleet.switch is not None
     assert fleet.switch.state is SwitchState.PREPARING, "it was not in the switch"
     assert fleet.gone(key(0))
@@ -220,9 +220,13 @@ def test_reader_that_leaves_holds_nobody_up() -> None:
     fleet = FleetState(0)
     for number in range(2):
         fleet.report(key(number), Report(1, NO_TARGET, NO_TARGET), 1)
-    switch = fleet.propose({"policy": 1}, 10, 1)
+    switch = fleet.propose({"policy": VersionKey("life", 1)}, 10, 1)
     fleet.report(key(0), Report(2, NO_TARGET, switch.target), 2)
     assert switch.state is SwitchState.PREPARING
-    fleet.leave(key(1))
+    fleet.leave(key(1), 5)
     fleet.decide(3)
     assert switch.state is SwitchState.COMMITTED
+    fleet.report(key(1), Report(4, NO_TARGET, NO_TARGET), 3)
+    assert list(fleet.members()) == [key(0)], "a report from before it left"
+    fleet.report(key(1), Report(6, NO_TARGET, NO_TARGET), 3)
+    assert len(fleet.members()) == 2

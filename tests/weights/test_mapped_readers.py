@@ -204,3 +204,30 @@ def test_prefetches_that_break_off_neither_hold_nor_let_go(monkeypatch: pytest.M
     assert swapping["w"].eq(5).all()
     for each in (first, second, publisher):
         each.close()
+
+
+def test_a_prefetched_version_is_not_taken_with_another_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = {"a": torch.zeros(4), "b": torch.zeros(4)}
+    subscriber = weights.Subscriber("policy", reader)
+    first = weights.Publisher("policy", {"a": torch.full((4,), 1.0), "b": torch.full((4,), -1.0)})
+    first.publish(1)
+    assert subscriber.prefetch() == 1
+    first.close()
+    # Another order of the tensors in memory.
+    second = weights.Publisher("policy", {"b": torch.full((4,), -2.0), "a": torch.full((4,), 2.0), "c": torch.ones(1)})
+    second.publish(2)
+    with monkeypatch.context() as failing:
+        failing.setattr(subscriber, "_paths", no_memory)
+        with pytest.raises((MemoryError, WeightsLayoutError)):
+            subscriber.update(version=2)
+    with pytest.raises(WeightsLayoutError):
+        subscriber.update(timeout=5)
+    assert not reader["a"].any()
+    second.close()
+    third = weights.Publisher("policy", {"b": torch.full((4,), -3.0), "a": torch.full((4,), 3.0)})
+    third.publish(3)
+    assert subscriber.update(timeout=5).version == 3
+    assert reader["a"].eq(3).all()
+    assert reader["b"].eq(-3).all()
+    third.close()
+    subscriber.close()

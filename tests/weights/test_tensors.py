@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -25,7 +26,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from raylane.errors import WeightsLayoutError
 from raylane.transport.value.leaf_memory import lacking_memory
 from raylane.weights.layout.boxes import Box, Layout, store
-from raylane.weights.memory.devices import PreparedCopy
+from raylane.weights.memory.devices import PreparedCopy, lock_pages
 from raylane.weights.memory.structure import Structure
 from raylane.weights.memory.tensors import NamedTensors, Part, layout_of, local, published_dtypes
 
@@ -369,3 +370,26 @@ def test_memory_that_others_see_is_not_exchanged() -> None:
         NamedTensors(module.state_dict()).check_exchangeable()
     with pytest.raises(WeightsLayoutError, match="'b' cannot be exchanged: 'a' lies in the same storage"):
         NamedTensors(ParameterDict({"a": flat[:6], "b": flat[2:]})).check_exchangeable()
+
+
+def test_pages_are_locked_again_after_a_slot_was_emptied(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, int]] = []
+
+    class Driver:  # a stand-in for the calls of CUDA's driver
+        def cudaHostRegister(self, address: int, nbytes: int, _: int) -> int:
+            calls.append(("lock", nbytes))
+            return 0
+
+        def cudaHostUnregister(self, address: int) -> None:
+            calls.append(("unlock", address))
+
+    class Owner:
+        pass
+
+    monkeypatch.setattr(torch.cuda, "cudart", Driver)
+    memory, owner = torch.zeros(8, dtype=torch.uint8), Owner()
+    lock_again = lock_pages(memory, owner)
+    lock_again()
+    del owner, lock_again
+    gc.collect()
+    assert calls == [("lock", 8), ("unlock", memory.data_ptr()), ("lock", 8), ("unlock", memory.data_ptr())]

@@ -18,12 +18,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from raylane.core.deadline import Deadline
-from raylane.errors import WeightsError, WeightsSwitchError
+from raylane.errors import WeightsError, WeightsSwitchError, WeightsVersionError
 from raylane.weights.engines.module import ModuleAttachment
 from raylane.weights.service.client import CatalogueClient
 from raylane.weights.service.fleets import ANSWER_S
 from raylane.weights.state.fleet import CONTACT_S, NO_TARGET, Order, Report, Target
 from raylane.weights.state.options import check_name, whole_number
+from raylane.weights.state.readers import ReaderKey
 from raylane.weights.subscriber import Subscriber
 
 PAUSE_S = 0.5
@@ -88,16 +89,16 @@ class Fleet:
         deadline = Deadline.of_call(timeout)
         committed, before, reports = self._catalogue.call("fleet", "state", self.names, deadline=deadline)
         return {
-            "versions": dict(committed.versions),
-            "before": None if before is None else dict(before.versions),
-            "readers": {label: dict(report.serving.versions) for label, report in reports.items()},
+            "versions": committed.numbers,
+            "before": None if before is None else before.numbers,
+            "readers": {label: report.serving.numbers for label, report in reports.items()},
         }
 
     def _switch(self, versions: dict[str, int] | None, readers: int, timeout: float | None) -> dict[str, int]:
         deadline = Deadline.of_call(timeout)
         arguments = "switch", self.names, versions, readers, deadline.left_s()
         target: Target = self._catalogue.call("fleet", *arguments, deadline=deadline)
-        return dict(target.versions)
+        return target.numbers
 
 
 class FleetReader:
@@ -142,8 +143,9 @@ class FleetReader:
         """Time at which the report was sent that was answered last."""
         self._serving = self._ready = NO_TARGET
         self._failed: tuple[int, str] = (0, "")
-        self._turn = 0
+        self._turn = time.time_ns()
         self._closed = False
+        self._leave = weakref.finalize(self, _leave, self._catalogue, self.names, self._key)
         self._error: Exception | None = None
         self._thread = threading.Thread(target=_run, args=(weakref.ref(self),), name="raylane-fleet", daemon=True)
         self._thread.start()
@@ -151,7 +153,7 @@ class FleetReader:
     @property
     def versions(self) -> dict[str, int]:
         """Versions that this reader serves, by name; {} before the first switch."""
-        return dict(self._serving.versions)
+        return self._serving.numbers
 
     def step(self) -> dict[str, int]:
         """Say that a step begins; return the versions with which it computes.
@@ -183,7 +185,7 @@ class FleetReader:
                 return
             self._closed = True
             self._changed.notify_all()
-        self._catalogue.tell("fleet", "leave", self.names, self._key)
+        self._leave()
 
     # Parts of the above
 
@@ -220,12 +222,17 @@ class FleetReader:
                 self._take_alone(target, deadline)
 
     def _take_alone(self, target: Target, deadline: Deadline) -> None:
-        for name, number in target.versions:
-            reader = self._readers[name]
-            if isinstance(reader, Subscriber):
-                reader.take(number, deadline, exact=True)
-            else:
-                reader.update(version=number, timeout=deadline.left_s())
+        for name, version in target.versions:
+            reader, number = self._readers[name], version.number
+            try:
+                if isinstance(reader, Subscriber):
+                    reader.take(number, deadline, exact=True)
+                else:
+                    reader.update(version=number, timeout=deadline.left_s())
+            except WeightsVersionError as error:
+                raise _not_there(name, number) from error
+            if self._subscribers[name].taken != version:
+                raise _not_there(name, number)
         with self._changed:
             self._serving = self._ready = target
             report = self._report()
@@ -251,29 +258,53 @@ class FleetReader:
             prepare = proposed is not None and self._ready != proposed and self._failed[0] != proposed.number
             self._changed.notify_all()
         if wasted:
-            for subscriber in self._subscribers.values():
-                subscriber.forget_prefetched()
+            self._forget_prefetched()
         if prepare and proposed is not None:
             self._prepare(proposed, order.timeout_s)
 
     def _prepare(self, target: Target, timeout_s: float) -> None:
         deadline, failed = Deadline(timeout_s), (0, "")
         try:
-            for name, number in target.versions:
-                self._subscribers[name].fetch(number, deadline, exact=True)
+            for name, version in target.versions:
+                subscriber = self._subscribers[name]
+                subscriber.fetch(version.number, deadline, exact=True)
+                if (subscriber.pending or subscriber.taken) != version:
+                    raise _not_there(name, version.number)
         except Exception as error:  # also of Ray or of the system: whatever it is, the fleet must learn of it
             failed = target.number, f"{type(error).__name__}: {error}"
         with self._changed:
             self._failed = failed
             if not failed[0]:
                 self._ready = target
+        if failed[0]:  # what others have prefetched would hold their trainers up
+            self._forget_prefetched()
+
+    def _forget_prefetched(self) -> None:
+        for subscriber in self._subscribers.values():
+            if not subscriber.is_closed:
+                subscriber.forget_prefetched()
+
+
+def _leave(catalogue: CatalogueClient, names: tuple[str, ...], key: ReaderKey) -> None:
+    catalogue.tell("fleet", "leave", names, key, time.time_ns())
+
+
+def _not_there(name: str, number: int) -> WeightsSwitchError:
+    return WeightsSwitchError(
+        f"the fleet serves version {number} of {name!r}, which is not there any more. Let it switch to one that is: "
+        "Fleet.switch(version)"
+    )
 
 
 def _run(reference: weakref.ref[FleetReader]) -> None:
     """Report for a reader until it is closed or garbage."""
     while True:
         reader = reference()
-        if reader is None or reader._closed:
+        if reader is None:
+            return
+        if reader._closed or any(subscriber.is_closed for subscriber in reader._subscribers.values()):
+            reader.close()
+            reader._forget_prefetched()
             return
         try:
             reader._ask()

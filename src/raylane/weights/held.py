@@ -28,7 +28,3 @@ class HeldVersion(NamedTuple):
     def by_part(self) -> dict[str, OpenSlot]:
         """Return the slot of each part."""
         return dict(zip(self.paths, self.slots, strict=True))
-
-    def stage(self) -> dict[str, StagedFile]:
-        """Map the slots for windows."""
-        return {part: slot.stage() for part, slot in self.by_part().items()}

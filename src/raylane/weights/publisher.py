@@ -6,6 +6,7 @@ import secrets
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -35,6 +36,8 @@ class _WriteSlot(NamedTuple):
     nbytes: int
     digests: WrittenDigests | None
     """Digests of what this rank writes, if it computes them."""
+    lock_pages_again: Callable[[], None] | None
+    """Page-locks the present pages, where CUDA tensors are copied."""
 
 
 class Publisher:
@@ -170,8 +173,9 @@ class Publisher:
                 self._register(deadline)
                 order = self._begin(step, deadline)
             number, place = order.version.number, order.place
-            slot, copy, nbytes, digests = self._slot(place, order.slots)
-            self._begin_writing(slot, place, step, number, deadline)
+            slot, copy, nbytes, digests, lock_pages_again = self._slot(place, order.slots)
+            if not self._begin_writing(slot, place, step, number, deadline) and lock_pages_again is not None:
+                lock_pages_again()  # the slot was emptied, perhaps
             written, sums = 0, None
             try:
                 copy.run(self._tensors.distinct, moment)
@@ -184,12 +188,12 @@ class Publisher:
             endpoint().recorder.moved_weights("publish weights", self.name, number, began_ns, nbytes)
             return number
 
-    def _begin_writing(self, slot: OpenSlot, place: SlotPlace, step: int, number: int, deadline: Deadline) -> None:
-        """Lock the slot for this rank; WeightsTimeoutError names the readers that use what is in it."""
+    def _begin_writing(self, slot: OpenSlot, place: SlotPlace, step: int, number: int, deadline: Deadline) -> int:
+        """Lock the slot for this rank; return the version that it had. WeightsTimeoutError names the readers of it."""
         before = slot.numbers()[place.number]
         try:
             waiting = f"rank {self.rank} cannot publish step {step} of {self.name!r}"
-            slot.begin_writing(place.number, deadline, waiting, number)
+            return slot.begin_writing(place.number, deadline, waiting, number)
         except WeightsTimeoutError as error:
             users = self._catalogue.call("users", self.name, before, deadline=Deadline.of_call(None))
             unknown = "none that is known, so perhaps tensors that outlive a reader that had mapped them"
@@ -291,11 +295,11 @@ class Publisher:
         if place.path not in self._slots:
             slot = OpenSlot(place.path, place.ranks)
             tensors = self._tensors.distinct()
-            if any(tensor.is_cuda for tensor in tensors.values()):
-                lock_pages(slot.memory(), slot)
+            on_device = any(tensor.is_cuda for tensor in tensors.values())
+            lock_again = lock_pages(slot.memory(), slot) if on_device else None
             regions, places = writes_of(self._stored, self.rank, self._registration.layout, slot.memory())
             copy = PreparedCopy(regions, tensors, places, to_slot=True)
             has_digests = self._registration.digests
             digests = WrittenDigests(self._stored, self.rank, regions, tensors, places) if has_digests else None
-            self._slots[place.path] = _WriteSlot(slot, copy, sum(each.nbytes for each in places), digests)
+            self._slots[place.path] = _WriteSlot(slot, copy, sum(each.nbytes for each in places), digests, lock_again)
         return self._slots[place.path]

@@ -15,6 +15,7 @@ import torch
 from torch.nn import Module
 
 from raylane.core.deadline import Cancelled, Deadline
+from raylane.core.memory.windows import StagedFile
 from raylane.errors import WeightsError, WeightsLostError, WeightsMismatchError, WeightsTimeoutError
 from raylane.transport.link.endpoint import endpoint
 from raylane.weights.held import HeldVersion
@@ -57,6 +58,11 @@ class Update:
     nbytes: int
     """Bytes that were copied."""
     seconds: float
+
+
+def _was_dropped(held: HeldVersion) -> bool:
+    """Return True if the name of a version was dropped since it was held."""
+    return any(slot.is_dropped() for slot in held.read)
 
 
 class Subscriber:
@@ -190,7 +196,7 @@ class Subscriber:
             self._look_at_tensors()
             held = self._prefetched
             other = held is None or (held.offer.number != version if exact else held.offer.number < version)
-            if held is None or other or any(slot.is_dropped() for slot in held.read):
+            if held is None or other or _was_dropped(held):
                 held = self._hold(version, exact, deadline)
                 self._note_prefetched(held)
             self._prefetched, nbytes = None, 0
@@ -224,12 +230,19 @@ class Subscriber:
         whole_number("version", version, 1 if exact else 0)
         with self._calling(deadline, "prefetched"):
             self._look_at_tensors()
+            held = self._prefetched
+            if exact and held is not None and held.offer.number == version and not _was_dropped(held):
+                return version
             held = self._hold(version, exact, deadline)
             if deadline.cancellation is not None and deadline.cancellation.cancelled:
                 self._release(held.slots)
                 raise Cancelled
             if held.slots and self.apply == "map":
-                held = held._replace(staged=held.stage())
+                try:
+                    held = held._replace(staged=self._stage(held))
+                except BaseException:
+                    self._release(held.slots)
+                    raise
             if held.slots and self.apply == "swap":
                 self._prefetched = None  # its memory is free before more is taken
                 try:
@@ -261,6 +274,16 @@ class Subscriber:
     def key(self) -> ReaderKey:
         """Identity of this reader in the service."""
         return self._key
+
+    @property
+    def taken(self) -> VersionKey:
+        """Identity of the version in the reader's tensors."""
+        return self._version
+
+    @property
+    def is_closed(self) -> bool:
+        """True after `close`."""
+        return self._closed
 
     def verify(self, *, timeout: float | None = None) -> int:
         """Compare the tensors with the version that they hold, bit by bit; return its number.
@@ -368,14 +391,15 @@ class Subscriber:
         """Make the plan for the layout of an offer, if it is a new one."""
         if offer.stored is None:
             return
+        self._note_prefetched(None)  # it would be taken with the new plan
         self._tensors.learn(offer.stored)
         if self._mapping is None:
             (self._plan,) = make_plans(offer.stored, [self._layout], subset=self._subset)
             self._regions = target_regions(self._plan)
         else:
-            self._record = self._mapping.recorded(offer.stored, self._tensors.distinct(), subset=self._subset)
-            (self._plan,) = make_plans(offer.stored, [layout_of_record(self._record, offer.stored)], subset=True)
-            self._regions = mapped_regions(self._plan, self._record)
+            record = self._mapping.recorded(offer.stored, self._tensors.distinct(), subset=self._subset)
+            (self._plan,) = make_plans(offer.stored, [layout_of_record(record, offer.stored)], subset=True)
+            self._record, self._regions = record, mapped_regions(self._plan, record)
         self._sources.forget_views()
         self._windows.forget()
         self._generation = offer.generation
@@ -546,11 +570,18 @@ class Subscriber:
         assert self._plan is not None
         return PreparedCopy(self._regions, tensors, self._sources.pieces(self._plan, paths), to_slot=False)
 
+    def _stage(self, held: HeldVersion) -> dict[str, StagedFile]:
+        """Map the slots that the plan reads for windows; others are only there to be verified."""
+        assert self._plan is not None
+        return {part: slot.stage() for part, slot in held.by_part().items() if part in self._plan.bytes_by_host}
+
     def _map(self, held: HeldVersion) -> None:
         """Let the tensors lie in windows that show a version; those that lie there stay where they are."""
         assert self._plan is not None
-        staged = held.stage() if held.staged is None else held.staged
-        pieces = self._windows.pieces(self._plan, held.by_part())
+        staged = self._stage(held) if held.staged is None else held.staged
+        pieces = self._windows.pieces(
+            self._plan, {part: slot for part, slot in held.by_part().items() if part in staged}
+        )
         placed = pieces is self._placed and self._tensors.memory() == self._taken_memory
         views = {} if placed else views_to_map(self._regions, pieces, self._tensors.distinct())
         self.state = ReaderState.INVALID  # until the caller notes that all was shown

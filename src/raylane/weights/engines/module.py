@@ -147,7 +147,8 @@ class ModuleAttachment:
             WeightsMismatchError: With `verify`, tensors differ from those that were published. The model keeps what it
                 has, and computes nothing until an update has succeeded.
         """
-        return self._update(WantedVersion.of(at_least, version), Deadline.of_call(timeout or self._timeout))
+        timeout = self._timeout if timeout is None else timeout
+        return self._update(WantedVersion.of(at_least, version), Deadline.of_call(timeout))
 
     def _update(self, wanted: WantedVersion, deadline: Deadline) -> EngineUpdate:
         began_s = time.perf_counter()
@@ -166,7 +167,8 @@ class ModuleAttachment:
     ) -> EngineUpdate:
         """Do the same as `update` on a thread, without blocking the event loop."""
         wanted = WantedVersion.of(at_least, version)
-        return await cancellable(lambda deadline: self._update(wanted, deadline), timeout or self._timeout)
+        timeout = self._timeout if timeout is None else timeout
+        return await cancellable(lambda deadline: self._update(wanted, deadline), timeout)
 
     def verify(self, *, timeout: float | None = None) -> int:
         """Compare the model with the version that it holds, as `Subscriber.verify`; return its number.
@@ -227,7 +229,8 @@ class ModuleAttachment:
         """Call a model's own `forward` while no weights are exchanged."""
         # Reentrant: a pass may call the module again, as for a backward pass with checkpoints.
         with self._step:
-            self._subscriber.check(initial=self._initial)
+            if self._undo:  # else it was closed, and another library has wrapped this since
+                self._subscriber.check(initial=self._initial)
             answer = getattr(self._current, "answer", None)
             if answer is not None:
                 answer.version = self.version

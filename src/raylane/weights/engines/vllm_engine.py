@@ -229,7 +229,8 @@ class VllmAttachment(VllmReaders):
 
     def _check_and_add(self, add_request: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
-            self.check(initial=self._initial)
+            if self._undo:  # else it was closed, and another gate has wrapped this one since
+                self.check(initial=self._initial)
         except WeightsInvalidError as error:
             from raylane.weights.engines.vllm_errors import EngineEmptyError
 

@@ -93,9 +93,28 @@ class PreparedCopy:
             stream.synchronize()
 
 
-def lock_pages(memory: torch.Tensor, owner: Any) -> None:
-    """Page-lock a slot's memory as long as `owner` exists, so that CUDA copies run beside other work."""
+def lock_pages(memory: torch.Tensor, owner: Any) -> Callable[[], None]:
+    """Page-lock a slot's memory as long as `owner` exists, so that CUDA copies run beside other work.
+
+    Return a function that locks the present pages instead: a slot that was emptied has others, and CUDA would go on to
+    write to those that it had locked, which nobody reads.
+    """
+    locked: list[Any] = []
+
+    def lock() -> None:
+        while locked:
+            locked.pop()()
+        locked.extend(_lock(memory.data_ptr(), memory.nbytes, owner))
+
+    lock()
+    return lock
+
+
+def _lock(address: int, nbytes: int, owner: Any) -> list[Any]:
+    """Page-lock memory; return the finalizer that ends it, if that has worked."""
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    code = cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
-    if int(code) == 0:  # else copies are slower, but right
-        weakref.finalize(owner, cudart.cudaHostUnregister, memory.data_ptr()).atexit = False
+    if int(cudart.cudaHostRegister(address, nbytes, 0)) != 0:  # copies are slower, but right
+        return []
+    unlock = weakref.finalize(owner, cudart.cudaHostUnregister, address)
+    unlock.atexit = False
+    return [unlock]

@@ -112,8 +112,10 @@ class OpenSlot:
         """Return the part as bytes without torch."""
         return self._segment.view[data_offset(self._ranks) :]
 
-    def begin_writing(self, rank: int, deadline: Deadline, waiting: str, number: int | None = None) -> None:
+    def begin_writing(self, rank: int, deadline: Deadline, waiting: str, number: int | None = None) -> int:
         """Lock the boxes of a rank (counted within the host) when no reader holds the slot any more.
+
+        Return the number of the version that the rank has written there; 0 if there is none, or its pages were freed.
 
         WeightsTimeoutError begins with `waiting`. WeightsLostError if the slot has a later version than this number: a
         rank whose trainer was replaced must not write to what its successor has published.
@@ -131,7 +133,9 @@ class OpenSlot:
             raise WeightsLostError(
                 f"{waiting}: version {number} was given up, a later one is in its place. Publish again"
             )
+        before: int = _WORD.unpack_from(self._segment.view, at)[0]
         _WORD.pack_into(self._segment.view, at, 0)
+        return before
 
     def end_writing(self, rank: int, number: int) -> None:
         """Unlock the boxes of a rank; with a number of 0 they are of no version."""

@@ -11,7 +11,7 @@ import functools
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -338,7 +338,10 @@ class Catalogue:
         """Call a method of `Fleets`. A reader that reports joins, as with `offer`."""
         self._check_ended()
         if method in ("report", "tell"):
-            self._join(args[0])
+            key: ReaderKey = args[0]
+            if self._named(key.name).readers.has_left(key):
+                raise WeightsLostError(f"the reader {key.label} was closed. Make a new one")
+            self._join(key)
         return await getattr(self._fleets, method)(names, *args)
 
     def living(self, names: Names) -> set[ReaderKey]:
@@ -351,19 +354,27 @@ class Catalogue:
         await self.recovered()
         return self.living(names) if self._has_predecessor else set()
 
-    async def hold_exactly(self, versions: dict[str, int], holder: str, deadline: Deadline) -> None:
-        """Wait for these versions and hold them. WeightsVersionError if one is gone; then none is held."""
+    def have(self, versions: Mapping[str, VersionKey]) -> bool:
+        """Return True if all these versions are there still."""
+        ledgers = {name: self._entries[name].ledger for name in versions if name in self._entries}
+        return all(name in ledgers and ledgers[name].has(key) for name, key in versions.items())
+
+    async def hold_exactly(self, versions: Mapping[str, int], holder: str, deadline: Deadline) -> dict[str, VersionKey]:
+        """Wait for these versions, hold and return them. WeightsVersionError if one is gone; then none is held."""
+        held = {}
         try:
             for name, number in versions.items():
                 ledger, missing = self._entry(name).ledger, f"version {number} of {name!r} is not there"
                 exactly = functools.partial(ledger.exactly, number)
                 await self._wait(self._entry(name), exactly, deadline.left_s(), functools.partial(str, missing))
                 ledger.hold(number, holder)
+                held[name] = VersionKey(ledger.life, number)
         except BaseException:
             await self.let_go(versions, holder)
             raise
+        return held
 
-    async def let_go(self, versions: dict[str, int], holder: str) -> None:
+    async def let_go(self, versions: Mapping[str, int], holder: str) -> None:
         """Let versions go; ignores what is not held."""
         for name, number in versions.items():
             await self.release(name, number, None, holder)

@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from raylane.core.deadline import Deadline
 from raylane.errors import WeightsLostError, WeightsSwitchError, WeightsTimeoutError
 from raylane.weights.state.fleet import CONTACT_S, FleetState, Order, Report, SwitchState, Target
-from raylane.weights.state.readers import ReaderKey
+from raylane.weights.state.readers import ReaderKey, VersionKey
 
 ANSWER_S = 4.0
 """Seconds after which a reader that waits for an order is answered: well before `CONTACT_S`."""
@@ -29,13 +29,16 @@ class Versions(Protocol):
     def living(self, names: Names) -> set[ReaderKey]:
         """Return the readers of these names."""
 
+    def have(self, versions: Mapping[str, VersionKey]) -> bool:
+        """Return True if all these versions are there still."""
+
     async def survivors(self, names: Names) -> set[ReaderKey]:
         """Wait until the readers of an earlier catalogue are known; return them."""
 
-    async def hold_exactly(self, versions: dict[str, int], holder: str, deadline: Deadline) -> None:
+    async def hold_exactly(self, versions: Mapping[str, int], holder: str, deadline: Deadline) -> dict[str, VersionKey]:
         """Wait for these versions and hold them. WeightsVersionError if one is gone, and none is held then."""
 
-    async def let_go(self, versions: dict[str, int], holder: str) -> None:
+    async def let_go(self, versions: Mapping[str, int], holder: str) -> None:
         """Let versions go."""
 
 
@@ -122,10 +125,10 @@ class Fleets:
         if fleet.state.report(key, report, time.monotonic()):
             await fleet.notify()
 
-    async def leave(self, names: Names, key: ReaderKey) -> None:
-        """Forget a reader."""
+    async def leave(self, names: Names, key: ReaderKey, turn: int) -> None:
+        """Forget a reader that has left at this turn."""
         fleet = self._fleet(names)
-        fleet.state.leave(key)
+        fleet.state.leave(key, turn)
         fleet.state.decide(time.monotonic())
         await fleet.notify()
 
@@ -144,7 +147,7 @@ class Fleets:
                 self._fleets[names].state.expect([])
                 fleet.replaced = True
                 for target, holder in fleet.holders.items():  # versions of the other names
-                    await self._versions.let_go(dict(target.versions), holder)
+                    await self._versions.let_go(target.numbers, holder)
                 await fleet.notify()
 
     async def readers_ended(self) -> None:
@@ -198,13 +201,13 @@ class Fleets:
                 raise WeightsSwitchError(
                     f"{_listed(names)} cannot go back: no target before {_text(state.committed)} is held"
                 )
-            versions = dict(state.before.versions)
+            versions = state.before.numbers
         if not await fleet.wait(lambda: len(state.members()) >= readers, deadline.left_s()):
             raise WeightsTimeoutError(
                 f"{len(state.members())} of {readers} readers of {_listed(names)} have joined the fleet within "
                 f"{deadline.timeout_s:.1f} s. Start them, or ask for fewer"
             )
-        if dict(state.committed.versions) != versions:
+        if state.committed.numbers != versions or not self._versions.have(dict(state.committed.versions)):
             await self._prepare(names, fleet, versions, deadline)
         if not await fleet.wait(lambda: not state.unsettled(time.monotonic()), deadline.left_s()):
             late = ", ".join(state.unsettled(time.monotonic()))
@@ -219,19 +222,20 @@ class Fleets:
         """Let all readers prepare these versions, and commit; or raise the reason why not."""
         state = fleet.state
         holder = f"fleet {secrets.token_hex(4)}"
-        await self._versions.hold_exactly(versions, holder, deadline)
+        keys = await self._versions.hold_exactly(versions, holder, deadline)
+        if fleet.replaced:
+            await self._versions.let_go(versions, holder)
+            raise _dropped(names)
         left_s = deadline.left_s()
-        switch = state.propose(versions, 1e9 if left_s is None else left_s, time.monotonic())
+        switch = state.propose(keys, 1e9 if left_s is None else left_s, time.monotonic(), time.time_ns())
         fleet.holders[switch.target] = holder
         await fleet.notify()
         await fleet.wait(lambda: fleet.replaced or switch.state is not SwitchState.PREPARING, None)
         if fleet.replaced:
-            raise WeightsLostError(
-                f"a name of the fleet of {_listed(names)} was dropped during the switch. Publish again"
-            )
+            raise _dropped(names)
         kept = {state.committed, state.before}
         for target in [each for each in fleet.holders if each not in kept]:
-            await self._versions.let_go(dict(target.versions), fleet.holders.pop(target))
+            await self._versions.let_go(target.numbers, fleet.holders.pop(target))
         await fleet.notify()
         if switch.state is SwitchState.ABORTED:
             raise WeightsSwitchError(
@@ -248,7 +252,11 @@ def _listed(names: Names) -> str:
     return ", ".join(map(repr, names))
 
 
+def _dropped(names: Names) -> WeightsLostError:
+    return WeightsLostError(f"a name of the fleet of {_listed(names)} was dropped during the switch. Publish again")
+
+
 def _text(target: Target) -> str:
     if not target.number:
         return "what each has"
-    return ", ".join(f"version {number} of {name!r}" for name, number in target.versions)
+    return ", ".join(f"version {number} of {name!r}" for name, number in target.numbers.items())

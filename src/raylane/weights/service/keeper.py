@@ -191,7 +191,8 @@ class Keeper:
         if budget is not None and held + kind.nbytes > budget:
             raise WeightsError(
                 f"a version of {name!r} takes {kind.nbytes:,} bytes of shared memory, and this node keeps {held:,} of "
-                f"RAYLANE_BUDGET_BYTES={budget:,}. Drop names, publish with a smaller keep, or raise the budget"
+                f"RAYLANE_BUDGET_BYTES={budget:,} (slots of released versions count until their name is dropped). Drop "
+                "names, publish with a smaller keep, or raise the budget"
             )
 
     async def memory(self) -> dict[str, int]:

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from raylane.core.state_table import StateTable, unchanged
-from raylane.weights.state.readers import ReaderKey
+from raylane.weights.state.readers import MOST_LEFT, ReaderKey, VersionKey
 
 CONTACT_S = 15.0
 """Seconds without an answer after which a reader serves nothing until it has asked."""
@@ -35,8 +35,13 @@ class Target(NamedTuple):
 
     number: int
     """Number of the target; later ones have larger numbers. 0: what each reader had when it joined."""
-    versions: tuple[tuple[str, int], ...]
-    """Names and numbers of their versions."""
+    versions: tuple[tuple[str, VersionKey], ...]
+    """Names and their versions: numbers alone would begin anew when a name is dropped."""
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        """Numbers of the versions by name."""
+        return {name: version.number for name, version in self.versions}
 
 
 NO_TARGET = Target(0, ())
@@ -46,7 +51,7 @@ class Report(NamedTuple):
     """What a reader says of itself."""
 
     turn: int
-    """Number of the report: Ray runs calls in any order."""
+    """Number of the report: Ray runs calls in any order. A reader that joins again goes on with larger ones."""
     serving: Target
     ready: Target
     """Target whose versions are on its host, or what it serves."""
@@ -134,6 +139,8 @@ class FleetState:
         self.switch: Switch | None = None
         """The last switch, or the one under way."""
         self._members: dict[ReaderKey, _Member] = {}
+        self._left: dict[ReaderKey, int] = {}
+        """Turns at which readers have left: reports from before may arrive later."""
         self._began_s = now_s
         self._expected: set[ReaderKey] | None = None
         """Readers of an earlier catalogue that have not reported yet; None until they are known."""
@@ -150,7 +157,7 @@ class FleetState:
     def report(self, key: ReaderKey, report: Report, now_s: float) -> bool:
         """Take in what a reader says, which joins with its first report. Return True if others have to hear of it."""
         known = self._members.get(key)
-        if known is not None and known.report.turn > report.turn:
+        if max(self._left.get(key, -1), -1 if known is None else known.report.turn) > report.turn:
             return False
         self._members[key] = _Member(report, now_s)
         if report.serving.number > max(self.committed.number, self._dropped):  # an earlier catalogue has committed it
@@ -178,16 +185,22 @@ class FleetState:
             self._fail(f"{key.label} has ended")
         return True
 
-    def leave(self, key: ReaderKey) -> None:
+    def leave(self, key: ReaderKey, turn: int) -> None:
         """Note that a reader leaves of its own will: a switch goes on without it."""
+        self._left[key] = turn
+        if len(self._left) > MOST_LEFT:
+            del self._left[next(iter(self._left))]
         if self.switch is not None:
             self.switch.members.discard(key)
         self.gone(key)
 
-    def propose(self, versions: Mapping[str, int], timeout_s: float, now_s: float) -> Switch:
-        """Begin a switch to these versions, with the readers that have joined. No other may be preparing."""
+    def propose(self, versions: Mapping[str, VersionKey], timeout_s: float, now_s: float, stamp: int = 0) -> Switch:
+        """Begin a switch to these versions, with the readers that have joined. No other may be preparing.
+
+        `stamp` is larger than those of earlier catalogues, whose targets may be unknown here.
+        """
         assert self.switch is None or self.switch.state is not SwitchState.PREPARING, "a switch is being prepared"
-        number = 1 + max(self.newest(), *(each.report.ready.number for each in self._members.values()), 0)
+        number = 1 + max(self.newest(), stamp, *(each.report.ready.number for each in self._members.values()))
         target = Target(number, tuple(sorted(versions.items())))
         self.switch = Switch(target, set(self._members), now_s + timeout_s)
         self.decide(now_s)

@@ -31,6 +31,7 @@ from raylane.weights.chunks.delta import DeltaOptions, Run, runs_of
 from raylane.weights.chunks.spread import Spread
 from raylane.weights.layout.boxes import Layout, StoredLayout, store
 from raylane.weights.state.options import MOST_KEEP
+from raylane.weights.state.readers import VersionKey
 from raylane.weights.state.starts import (
     Decision,
     RankKey,
@@ -404,8 +405,7 @@ class Ledger:
     def surplus(self, generation: Generation, slots: int) -> list[int]:
         """Return which of so many slots of a generation are beyond what it needs, and have no version."""
         used = {version.slot for version in self.versions}
-        free = [slot for slot in range(slots) if slot not in used]
-        return free[max(0, self.slots_needed(generation) - len(used)) :]
+        return [slot for slot in range(self.slots_needed(generation), slots) if slot not in used]
 
     def hold(self, number: int, holder: str) -> None:
         """Keep a version that is committed or being written, until each holder has released it.
@@ -493,6 +493,10 @@ class Ledger:
     def find(self, number: int) -> Version | None:
         """Return a version if it is committed and has a slot."""
         return next((version for version in self.committed() if version.number == number), None)
+
+    def has(self, key: VersionKey) -> bool:
+        """Return True if a version is committed and has a slot."""
+        return key.life == self.life and self.find(key.number) is not None
 
     def newest(self) -> Version | None:
         """Return the newest committed version."""

@@ -206,6 +206,10 @@ class NamedReaders:
             reader.version, reader.turn = version, turn
         return new
 
+    def has_left(self, key: ReaderKey) -> bool:
+        """Return True if a reader was closed."""
+        return key in self._departed
+
     def commit(self, number: int, now_s: float) -> None:
         """Note a new version."""
         if not self._newest:  # the first one that this catalogue sees: it may have a successor's number
