@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from raylane.core.deadline import Deadline
-from raylane.errors import WeightsError, WeightsSwitchError, WeightsVersionError
+from raylane.errors import WeightsError, WeightsSwitchError, WeightsTimeoutError, WeightsVersionError
 from raylane.weights.engines.module import ModuleAttachment
 from raylane.weights.service.client import CatalogueClient
 from raylane.weights.service.fleets import ANSWER_S
@@ -229,10 +229,10 @@ class FleetReader:
                     reader.take(number, deadline, exact=True)
                 else:
                     reader.update(version=number, timeout=deadline.left_s())
-            except WeightsVersionError as error:
-                raise _not_there(name, number) from error
+            except (WeightsVersionError, WeightsTimeoutError) as error:
+                raise _not_taken(name, number, str(error)) from error
             if self._subscribers[name].taken != version:
-                raise _not_there(name, number)
+                raise _not_taken(name, number, "there is another one of this number")
         with self._changed:
             self._serving = self._ready = target
             report = self._report()
@@ -269,7 +269,7 @@ class FleetReader:
                 subscriber = self._subscribers[name]
                 subscriber.fetch(version.number, deadline, exact=True)
                 if (subscriber.pending or subscriber.taken) != version:
-                    raise _not_there(name, version.number)
+                    raise _not_taken(name, version.number, "there is another one of this number")
         except Exception as error:  # also of Ray or of the system: whatever it is, the fleet must learn of it
             failed = target.number, f"{type(error).__name__}: {error}"
         with self._changed:
@@ -289,10 +289,10 @@ def _leave(catalogue: CatalogueClient, names: tuple[str, ...], key: ReaderKey) -
     catalogue.tell("fleet", "leave", names, key, time.time_ns())
 
 
-def _not_there(name: str, number: int) -> WeightsSwitchError:
+def _not_taken(name: str, number: int, cause: str) -> WeightsSwitchError:
     return WeightsSwitchError(
-        f"the fleet serves version {number} of {name!r}, which is not there any more. Let it switch to one that is: "
-        "Fleet.switch(version)"
+        f"the fleet serves version {number} of {name!r}, which this reader cannot take: {cause}. Let it switch to one "
+        "that is there: Fleet.switch(version)"
     )
 
 
