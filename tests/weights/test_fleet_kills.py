@@ -66,7 +66,7 @@ def test_all_living_readers_answer_with_one_version(start: Start, eventually: Ca
             killing = threading.Timer(draw.uniform(0, LATEST_KILL_S), os.kill, (pid, signal.SIGKILL))
         killing.start()
         try:
-            fleet.switch(number, timeout=30)
+            fleet.switch(number, timeout=5 if of_service else 30)
             outcome = "switched"
         except WeightsError as error:
             outcome = type(error).__name__
