@@ -102,3 +102,12 @@ def started() -> Iterator[Start]:
 def answers(readers: list[Any]) -> list[tuple[dict[str, int], set[float]]]:
     found: list[Any] = ray.get([reader.answer.remote() for reader in readers], timeout=WAIT_S)
     return found
+
+
+def serving_version_1(start: Start, count: int) -> tuple[Any, list[Any], weights.Fleet]:
+    """Return a trainer and so many readers of "policy" that serve its version 1, and their fleet."""
+    trainer, readers = start(Trainer, "policy"), [start(Reader, "policy") for _ in range(count)]
+    fleet = weights.Fleet("policy")
+    ray.get(trainer.publish.remote(1))
+    fleet.switch(1, readers=count)
+    return trainer, readers, fleet

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import ray
 import torch
-from tests.weights.fleet_actors import WAIT_S, Reader, Start, Trainer, answers, started
+from tests.weights.fleet_actors import WAIT_S, Reader, Start, Trainer, answers, serving_version_1, started
 from torch.nn import Linear
 
 from raylane import weights
@@ -63,10 +63,7 @@ def test_readers_switch_together_and_go_back(start: Start) -> None:
 
 @pytest.mark.claim("weights", "a reader of a fleet that dies, fails or is late means that none switches")
 def test_none_switches_when_one_cannot(start: Start, eventually: Callable[..., None]) -> None:
-    trainer, readers = start(Trainer, "policy"), [start(Reader, "policy") for _ in range(3)]
-    fleet = weights.Fleet("policy")
-    ray.get(trainer.publish.remote(1))
-    fleet.switch(1, readers=3)
+    trainer, readers, fleet = serving_version_1(start, 3)
     ray.get(trainer.publish.remote(2))
     ray.get(readers[2].fail_to_prepare.remote())
     with pytest.raises(WeightsSwitchError, match=r"did not switch to version 2 of 'policy': .*no memory for it\. All"):
@@ -93,10 +90,7 @@ def test_none_switches_when_one_cannot(start: Start, eventually: Callable[..., N
 
 
 def test_a_reader_in_a_long_step_switches_at_its_end(start: Start) -> None:
-    trainer, readers = start(Trainer, "policy"), [start(Reader, "policy") for _ in range(2)]
-    fleet = weights.Fleet("policy")
-    ray.get(trainer.publish.remote(1))
-    fleet.switch(1, readers=2)
+    trainer, readers, fleet = serving_version_1(start, 2)
     ray.get(trainer.publish.remote(2))
     ray.get(readers[0].begin_long_step.remote())
     with pytest.raises(WeightsTimeoutError, match=r"'policy' switched to version 2 .* readers have not come"):

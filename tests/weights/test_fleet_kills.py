@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import ray
-from tests.weights.fleet_actors import WAIT_S, Reader, Start, Trainer, answers, started
+from tests.weights.fleet_actors import WAIT_S, Reader, Start, Trainer, answers, serving_version_1, started
 
 from raylane import weights
 from raylane.errors import WeightsError
@@ -95,10 +95,7 @@ def test_all_living_readers_answer_with_one_version(start: Start, eventually: Ca
 
 @pytest.mark.faults
 def test_a_fleet_outlives_its_service(start: Start, eventually: Callable[..., None]) -> None:
-    trainer, readers = start(Trainer, "policy"), [start(Reader, "policy") for _ in range(2)]
-    fleet = weights.Fleet("policy")
-    ray.get(trainer.publish.remote(1))
-    fleet.switch(1, readers=2)
+    trainer, readers, fleet = serving_version_1(start, 2)
     (name,) = actor_names(CATALOGUE_NAME)
     killed = ray.get_actor(name, NAMESPACE)
     ray.kill(killed)

@@ -32,12 +32,12 @@ PAUSE_S = 0.5
 
 
 def _names(names: str | Iterable[str]) -> tuple[str, ...]:
-    found = (names,) if isinstance(names, str) else tuple(sorted(names))
-    for name in found:
+    ordered = (names,) if isinstance(names, str) else tuple(sorted(names))
+    for name in ordered:
         check_name(name)
-    if not found or len(set(found)) < len(found):
+    if not ordered or len(set(ordered)) < len(ordered):
         raise ValueError(f"a fleet has one name of weights or several different ones, got {names!r}")
-    return found
+    return ordered
 
 
 class Fleet:
@@ -70,11 +70,11 @@ class Fleet:
             WeightsTimeoutError: Too few readers have joined, and none switches; or the switch is decided, and the
                 readers that the message names switch at the end of their step.
         """
-        wanted = {self.names[0]: versions} if not isinstance(versions, Mapping) else dict(versions)
-        if sorted(wanted) != list(self.names):
+        by_name = {self.names[0]: versions} if not isinstance(versions, Mapping) else dict(versions)
+        if sorted(by_name) != list(self.names):
             raise ValueError(f"a switch needs a version of each of {', '.join(self.names)}, got {versions!r}")
-        wanted = {name: whole_number("version", number, 1) for name, number in wanted.items()}
-        return self._switch(wanted, whole_number("readers", readers, 0), timeout)
+        numbers = {name: whole_number("version", number, 1) for name, number in by_name.items()}
+        return self._switch(numbers, whole_number("readers", readers, 0), timeout)
 
     def rollback(self, *, timeout: float | None = None) -> dict[str, int]:
         """Switch to the versions before the last switch, as `switch` does; return them.
@@ -223,12 +223,9 @@ class FleetReader:
 
     def _take_alone(self, target: Target, deadline: Deadline) -> None:
         for name, version in target.versions:
-            reader, number = self._readers[name], version.number
+            number = version.number
             try:
-                if isinstance(reader, Subscriber):
-                    reader.take(number, deadline, exact=True)
-                else:
-                    reader.update(version=number, timeout=deadline.left_s())
+                self._readers[name].update(version=number, timeout=deadline.left_s())
             except (WeightsVersionError, WeightsTimeoutError) as error:
                 raise _not_taken(name, number, str(error)) from error
             if self._subscribers[name].taken != version:

@@ -58,7 +58,7 @@ class TakenVersion(NamedTuple):
 
 
 class _Comparison:
-    """What is compared for one plan and one set of dtypes of the reader's tensors."""
+    """Comparison for one plan and one set of dtypes of the reader's tensors."""
 
     def __init__(self, taken: TakenVersion, dtypes: dict[str, torch.dtype]) -> None:
         self.plan, self.dtypes = taken.plan, dtypes

@@ -25,6 +25,12 @@ libc_mremap.restype = ctypes.c_void_p
 MAP_FAILED = ctypes.c_void_p(-1).value
 
 
+def libc_error(attempt: str) -> OSError:
+    """Return the error of the last call of the C library, which is what `attempt` names."""
+    code = ctypes.get_errno()
+    return OSError(code, f"{attempt}: {os.strerror(code)}")
+
+
 def map_file(fd: int, nbytes: int, *, private: bool = False) -> Any:
     """Map the first bytes of a file as a ctypes array, which is unmapped when it is garbage-collected.
 
@@ -35,8 +41,7 @@ def map_file(fd: int, nbytes: int, *, private: bool = False) -> Any:
     flags = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
     address = libc_mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
     if address == MAP_FAILED:
-        code = ctypes.get_errno()
-        raise OSError(code, f"mapping {nbytes} bytes: {os.strerror(code)}")
+        raise libc_error(f"mapping {nbytes} bytes")
     memory = (ctypes.c_char * nbytes).from_address(address)
     # Not at exit: tensors over this memory may still be used by other exit handlers, and the system unmaps it anyway.
     weakref.finalize(memory, libc_munmap, address, nbytes).atexit = False

@@ -10,22 +10,16 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
 import weakref
 from typing import Any
 
-from raylane.core.memory.segment import MAP_FAILED, libc_madvise, libc_mmap, libc_mremap, libc_munmap
+from raylane.core.memory.segment import MAP_FAILED, libc_error, libc_madvise, libc_mmap, libc_mremap, libc_munmap
 
 _ALIGNED_BYTES = 1 << 21
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
 _MADV_POPULATE_READ = 22
 """Looks up all pages of a mapping at once. Since Linux 5.14; where it is missing, each first access does."""
-
-
-def _failed(what: str) -> OSError:
-    code = ctypes.get_errno()
-    return OSError(code, f"{what}: {os.strerror(code)}")
 
 
 def _whole_pages(nbytes: int) -> int:
@@ -37,7 +31,7 @@ def _reserve(nbytes: int) -> int:
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     begin = libc_mmap(None, nbytes + _ALIGNED_BYTES, 0, flags, -1, 0)
     if begin == MAP_FAILED:
-        raise _failed(f"reserving {nbytes} bytes of address space")
+        raise libc_error(f"reserving {nbytes} bytes of address space")
     address = -(-begin // _ALIGNED_BYTES) * _ALIGNED_BYTES
     if address > begin:
         libc_munmap(begin, address - begin)
@@ -57,7 +51,7 @@ class StagedFile:
         self.unmap.atexit = False
         protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED
         if libc_mmap(self.address, self.nbytes, protection, flags, fd, 0) == MAP_FAILED:
-            raise _failed(f"mapping {nbytes} bytes")
+            raise libc_error(f"mapping {nbytes} bytes")
         libc_madvise(self.address, self.nbytes, _MADV_POPULATE_READ)
 
 
@@ -83,5 +77,5 @@ class Window:
         """
         address, flags = ctypes.addressof(self.memory), _MREMAP_MAYMOVE | _MREMAP_FIXED
         if libc_mremap(staged.address, staged.nbytes, self.nbytes, flags, address) == MAP_FAILED:
-            raise _failed(f"moving the mapping of {staged.nbytes} bytes")
+            raise libc_error(f"moving the mapping of {staged.nbytes} bytes")
         staged.unmap.detach()

@@ -147,8 +147,7 @@ class ModuleAttachment:
             WeightsMismatchError: With `verify`, tensors differ from those that were published. The model keeps what it
                 has, and computes nothing until an update has succeeded.
         """
-        timeout = self._timeout if timeout is None else timeout
-        return self._update(WantedVersion.of(at_least, version), Deadline.of_call(timeout))
+        return self._update(WantedVersion.of(at_least, version), Deadline.of_call(self._timeout_of(timeout)))
 
     def _update(self, wanted: WantedVersion, deadline: Deadline) -> EngineUpdate:
         began_s = time.perf_counter()
@@ -167,8 +166,10 @@ class ModuleAttachment:
     ) -> EngineUpdate:
         """Do the same as `update` on a thread, without blocking the event loop."""
         wanted = WantedVersion.of(at_least, version)
-        timeout = self._timeout if timeout is None else timeout
-        return await cancellable(lambda deadline: self._update(wanted, deadline), timeout)
+        return await cancellable(lambda deadline: self._update(wanted, deadline), self._timeout_of(timeout))
+
+    def _timeout_of(self, timeout: float | None) -> float | None:
+        return self._timeout if timeout is None else timeout
 
     def verify(self, *, timeout: float | None = None) -> int:
         """Compare the model with the version that it holds, as `Subscriber.verify`; return its number.
@@ -176,7 +177,7 @@ class ModuleAttachment:
         May be called while other threads compute answers. After WeightsMismatchError the model computes nothing until
         an update has succeeded.
         """
-        return self._subscriber.verify(timeout=timeout or self._timeout)
+        return self._subscriber.verify(timeout=self._timeout_of(timeout))
 
     def check(self, *, initial: str = "refuse") -> None:
         """Raise WeightsInvalidError if the model holds no whole version, as `Subscriber.check`."""

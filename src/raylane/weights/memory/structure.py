@@ -1,4 +1,4 @@
-"""Where the tensors of a model are: names, ties, and whether anything has changed since. Knows nothing of Ray."""
+"""Names, homes and ties of the tensors of a model, and changes of its structure. Knows nothing of Ray."""
 
 from __future__ import annotations
 

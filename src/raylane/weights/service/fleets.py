@@ -24,7 +24,7 @@ Names = tuple[str, ...]
 
 
 class Versions(Protocol):
-    """What a fleet needs of the catalogue."""
+    """Methods of the catalogue that fleets call."""
 
     def living(self, names: Names) -> set[ReaderKey]:
         """Return the readers of these names."""
@@ -98,9 +98,8 @@ class Fleets:
 
     async def report(self, names: Names, key: ReaderKey, report: Report, seen: Order | None) -> Order:
         """Take in what a reader says; return its order as soon as that is another one than it has `seen`."""
+        await self.tell(names, key, report)
         fleet = self._fleet(names)
-        if fleet.state.report(key, report, time.monotonic()):
-            await fleet.notify()
 
         def order() -> Order:
             return fleet.state.order(key, time.monotonic())
@@ -158,8 +157,8 @@ class Fleets:
 
     @staticmethod
     async def _gone(fleet: _Fleet, keys: Iterable[ReaderKey]) -> None:
-        left = [key for key in keys if fleet.state.gone(key)]
-        if left:
+        members = [key for key in keys if fleet.state.gone(key)]
+        if members:
             fleet.state.decide(time.monotonic())
             await fleet.notify()
 
@@ -169,11 +168,11 @@ class Fleets:
         return state.committed, state.before, {key.label: each for key, each in state.members().items()}
 
     async def switch(
-        self, names: Names, versions: dict[str, int] | None, readers: int | None, timeout_s: float | None
+        self, names: Names, versions: dict[str, int] | None, readers: int, timeout_s: float | None
     ) -> Target:
         """Let all readers switch to these versions (None: to those before), or none; return the target.
 
-        Waits for so many readers to join (None: for one), and for a switch under way.
+        Waits for so many readers to join, and for a switch under way.
         """
         fleet, deadline = self._fleet(names), Deadline(timeout_s)
         try:
@@ -184,7 +183,7 @@ class Fleets:
                 f"another switch of {_listed(names)} has not ended in {timeout_s:.1f} s"
             ) from None
         try:
-            return await self._switch(names, fleet, versions, 1 if readers is None else readers, deadline)
+            return await self._switch(names, fleet, versions, readers, deadline)
         finally:
             fleet.switching.release()
 

@@ -1,4 +1,4 @@
-"""What the tensors of a reader hold. Pure."""
+"""States of the contents of a reader's tensors. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import enum
 from raylane.errors import WeightsInvalidError
 
 INITIAL = ("refuse", "allow")
-"""What `check` and engines do before the first update."""
+"""Values of the option that decides on use before the first update."""
 
 
 class ReaderState(enum.Enum):

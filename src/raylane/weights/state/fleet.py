@@ -31,7 +31,7 @@ CONTACT_S = 15.0
 
 
 class Target(NamedTuple):
-    """What a fleet serves: a version of each name."""
+    """Version of each name, which a fleet serves."""
 
     number: int
     """Number of the target; later ones have larger numbers. 0: what each reader had when it joined."""
@@ -48,7 +48,7 @@ NO_TARGET = Target(0, ())
 
 
 class Report(NamedTuple):
-    """What a reader says of itself."""
+    """State of a reader, as it reports it."""
 
     turn: int
     """Number of the report: Ray runs calls in any order. A reader that joins again goes on with larger ones."""
@@ -61,7 +61,7 @@ class Report(NamedTuple):
 
 
 class Order(NamedTuple):
-    """What a reader is told."""
+    """Answer to a report: what is served, and what is to be prepared."""
 
     committed: Target
     proposed: Target | None

@@ -226,7 +226,7 @@ class Ledger:
         self.versions: list[Version] = []
         """Versions from the oldest to the newest; those without a slot are dropped."""
         self._holders: dict[int, set[str]] = {}
-        """Who holds a version, by its number."""
+        """Holders of each held version, by its number."""
         self._numbers = 0
         self._generation_numbers = 0
         self._replaced_trainers: set[str] = set()
@@ -412,7 +412,8 @@ class Ledger:
 
         WeightsVersionError if there is no such version. WeightsError if too many are kept already.
         """
-        if not any(version.number == number and version.state in KEPT for version in self.versions):
+        version = self._version(number)
+        if version is None or version.state not in KEPT:
             raise WeightsVersionError(f"version {number} of {self.name!r} cannot be held: {self._present()}")
         keep = self.generations[-1].keep
         if not self.is_held(number) and keep + len(self._holders) >= MOST_KEEP:
@@ -436,7 +437,7 @@ class Ledger:
 
     def exactly(self, number: int) -> Version | None:
         """Return this version; None if it may be committed yet. WeightsVersionError if it is gone."""
-        version = next((version for version in self.versions if version.number == number), None)
+        version = self._version(number)
         if version is not None and version.state is VersionState.COMMITTED:
             return version
         if number > self._numbers or (version is not None and version.state is VersionState.OPEN):
@@ -460,7 +461,7 @@ class Ledger:
 
         WeightsLostError if the version was superseded, or its memory is gone.
         """
-        version = next((version for version in self.versions if version.number == number), None)
+        version = self._version(number)
         if version is None or version.state in (VersionState.SUPERSEDED, VersionState.LOST):
             is_lost = version is not None and version.state is VersionState.LOST
             why = "is lost" if is_lost else "was given up by another rank"
@@ -492,7 +493,12 @@ class Ledger:
 
     def find(self, number: int) -> Version | None:
         """Return a version if it is committed and has a slot."""
-        return next((version for version in self.committed() if version.number == number), None)
+        version = self._version(number)
+        return version if version is not None and version.state is VersionState.COMMITTED else None
+
+    def _version(self, number: int) -> Version | None:
+        """Return a version that is listed, in whatever state."""
+        return next((version for version in self.versions if version.number == number), None)
 
     def has(self, key: VersionKey) -> bool:
         """Return True if a version is committed and has a slot."""
