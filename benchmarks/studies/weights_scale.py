@@ -81,7 +81,7 @@ def report(title: str, shapes: Shapes, engines: int) -> list[str]:
     stored_s, began = time.perf_counter() - began, time.perf_counter()
     plans = make_plans(stored, wanted)
     planned_s = time.perf_counter() - began
-    parts = dict(zip(stored.hosts, stored.nbytes, strict=True))
+    parts = dict(zip(stored.parts, stored.nbytes, strict=True))
     needed: dict[str, dict[str, list[int]]] = {part: {} for part in parts}
     received: Counter[str] = Counter()
     for number in range(READERS // PER_HOST):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import signal
+from collections.abc import Callable, Iterator
 
 import pytest
+import ray
 import torch
 
 from raylane import weights
-from raylane.errors import WeightsError
+from raylane.core.process.place import start_ticks
+from raylane.errors import WeightsError, WeightsLostError
 
 pytestmark = [
     pytest.mark.gpu,
@@ -68,3 +72,57 @@ def test_tensors_on_a_gpu_are_not_mapped(trained: dict[str, torch.Tensor]) -> No
     subscriber = weights.Subscriber("policy", {name: tensor.clone() for name, tensor in trained.items()}, apply="map")
     with pytest.raises(WeightsError, match="'w' is on cuda:0, where nothing can be mapped"):
         subscriber.update()
+
+
+class Trainer:
+    """Publishes two tensors of a device from memory of the device."""
+
+    def __init__(self) -> None:
+        self.tensors = {"w": torch.zeros(1000, 1000, device="cuda"), "norm": torch.zeros(7, device="cuda")}
+        self.publisher = weights.Publisher("policy", self.tensors, transport="cuda_ipc", digests=True)
+
+    def publish(self, step: int) -> int:
+        torch.cuda._sleep(SLEEP_CYCLES // 10)
+        for tensor in self.tensors.values():
+            tensor.fill_(step)
+        return self.publisher.publish(step)
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+class Reader:
+    """Reads into tensors of the same device."""
+
+    def __init__(self, apply: str, dtype: torch.dtype) -> None:
+        self.tensors = {
+            "w": torch.zeros(1000, 1000, device="cuda", dtype=dtype),
+            "norm": torch.zeros(7, device="cuda"),
+        }
+        self.subscriber = weights.Subscriber("policy", self.tensors, apply=apply, verify="each")
+
+    def update(self) -> tuple[int, set[float]]:
+        version = self.subscriber.update().version
+        return version, {value for tensor in self.tensors.values() for value in tensor.unique().tolist()}
+
+
+@pytest.mark.claim("weights", "with transport='cuda_ipc' versions go from device to device, whole or not at all")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("apply", ["copy", "swap"])
+def test_versions_stay_on_the_device(apply: str, dtype: torch.dtype, eventually: Callable[..., None]) -> None:
+    trainer = ray.remote(num_cpus=0, num_gpus=0.4)(Trainer).remote()
+    reader = ray.remote(num_cpus=0, num_gpus=0.4)(Reader).remote(apply, dtype)
+    try:
+        for step in range(1, 5):
+            number = ray.get(trainer.publish.remote(step), timeout=60)
+            assert ray.get(reader.update.remote(), timeout=60) == (number, {float(step)})
+        ray.get(trainer.publish.remote(5), timeout=60)
+        pid = ray.get(trainer.pid.remote(), timeout=60)
+        os.kill(pid, signal.SIGKILL)
+        eventually(lambda: start_ticks(pid) is None)
+        with pytest.raises(WeightsLostError, match="which has ended"):
+            ray.get(reader.update.remote(), timeout=60)
+    finally:
+        for actor in (trainer, reader):
+            ray.kill(actor)
+        weights.drop("policy")

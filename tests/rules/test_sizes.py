@@ -26,8 +26,8 @@ BUDGETS = {
     "sft": 3050,
     "testing": 206,
     "training": 7425,
-    "transport": 7780,
-    "weights": 6543,
+    "transport": 7790,
+    "weights": 6785,
     "workers": 1544,
 }
 """Lines of code of each package, and of the modules beside them, without docstrings, comments and blank lines.

@@ -209,7 +209,7 @@ def test_whole_tensors_of_the_same_dtype_need_no_slot() -> None:
         (group,) = groups_of(plan, target_regions(plan), {"w": dtype})
         assert (group.source, group.is_whole, group.text) == ("w", is_whole, "'w'")
         assert sum(region.box.elements for region in group.regions) == elements
-    assert whole_plan(stored, ["w"]).bytes_by_host == {"a": 16, "b": 16}
+    assert whole_plan(stored, ["w"]).bytes_by_part == {"a": 16, "b": 16}
 
 
 def test_elements_in_two_tensors_are_compared_in_each() -> None:

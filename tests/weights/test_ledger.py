@@ -233,7 +233,7 @@ def test_part_lives_on_in_whole_copies() -> None:
         spread.end(transfer)
     assert version.hosts() == ["a", "b"]
     ledger.keeper_died("a")
-    assert (newest(ledger), version.hosts(), version.has_own_part("a")) == (1, ["b"], False)
+    assert (newest(ledger), version.hosts(), bool(version.own_paths("a"))) == (1, ["b"], False)
     ledger.keeper_died("b")
     assert newest(ledger) is None
 
@@ -315,7 +315,7 @@ def test_trainer_starts_again_with_one_changed_rank(order: tuple[int, int], old_
         ended = [] if holder is None or old_state == "living" else [f"first {rank}", f"first {1 - rank}"]
         second = ledger.register(registration(rank, 2, "second", host="b" if rank else "a"), ended, 2)
     assert publish(ledger, second, 2) == 2
-    assert generation(ledger).hosts == ("a", "b")
+    assert generation(ledger).parts == ("a", "b")
     with pytest.raises(WeightsError, match="was replaced"):
         ledger.begin(first, 0, 3)
 

@@ -25,6 +25,11 @@ class HeldVersion(NamedTuple):
     staged: dict[str, StagedFile] | None = None
     """Slots by part that windows are to show, where tensors are mapped and the version was prefetched."""
 
+    def check_present(self) -> None:
+        """Raise WeightsLostError if the version is gone although it is held, as on a device whose process has died."""
+        for slot in self.read:
+            slot.check_present(self.offer.number)
+
     def by_part(self) -> dict[str, OpenSlot]:
         """Return the slot of each part."""
         return dict(zip(self.paths, self.slots, strict=True))

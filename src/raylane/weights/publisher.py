@@ -18,6 +18,7 @@ from raylane.errors import WeightsError, WeightsLostError, WeightsTimeoutError
 from raylane.transport.link.endpoint import endpoint
 from raylane.weights.chunks.delta import DeltaOptions
 from raylane.weights.layout.boxes import StoredLayout
+from raylane.weights.memory.buckets import OwnBucket, check_driver, device_of
 from raylane.weights.memory.devices import Moment, PreparedCopy, lock_pages
 from raylane.weights.memory.digests import WrittenDigests
 from raylane.weights.memory.slots import OpenSlot, SlotPlace
@@ -27,17 +28,24 @@ from raylane.weights.service.client import CatalogueClient, locked
 from raylane.weights.state.options import MOST_KEEP, check_name, whole_number
 from raylane.weights.state.starts import PublisherKey, RankKey, RankRegistration
 
+TRANSPORTS = ("host", "cuda_ipc")
+
 
 class _WriteSlot(NamedTuple):
-    """A slot that is mapped, and the copy of what this rank writes to it."""
+    """A slot that is mapped; mapped once, so that its pages stay warm."""
 
     slot: OpenSlot
+    lock_pages_again: Callable[[], None] | None
+    """Page-locks the present pages, where CUDA tensors are copied to the host."""
+
+
+class _Write(NamedTuple):
+    """What this rank writes to a slot."""
+
     copy: PreparedCopy
     nbytes: int
     digests: WrittenDigests | None
-    """Digests of what this rank writes, if it computes them."""
-    lock_pages_again: Callable[[], None] | None
-    """Page-locks the present pages, where CUDA tensors are copied."""
+    """Digests of it, if this rank computes them."""
 
 
 class Publisher:
@@ -61,6 +69,7 @@ class Publisher:
         digests: bool = False,
         places: Places = None,
         detached: bool = False,
+        transport: str = "host",
         max_lag: int | None = None,
         trainer: str | None = None,
         timeout: float | None = None,
@@ -92,6 +101,10 @@ class Publisher:
             places: For plain tensors that are a part of a whole one: `Part` by name, or a function (name, tensor) that
                 returns one or None.
             detached: Keep the versions when this Ray job ends, until `drop`.
+            transport: `host` keeps versions in shared memory. `cuda_ipc` keeps them on the CUDA device of each rank, in
+                `keep` buckets of the size of its part. Readers of the same host copy from there on the device, with
+                `apply="copy"` or `"swap"`. Such versions end with the process of the rank, with `close`, and when the
+                ranks or their tensors change. Same for all ranks.
             max_lag: Readers that are more versions behind than this are named in metrics, and marked by `readers` and
                 `raylane weights`; None: none are. The same for all ranks.
             trainer: Text that is the same for all ranks of one start of the trainer, and never used again. It tells two
@@ -100,6 +113,7 @@ class Publisher:
 
         Raises:
             ValueError: An option has a value that is not accepted.
+            WeightsError: `cuda_ipc` was asked for in a process without a CUDA device.
             WeightsLayoutError: The ranks do not agree; the last rank to register gets this error.
         """
         check_name(name)
@@ -112,6 +126,10 @@ class Publisher:
             whole_number("max_lag", max_lag, 0)
         options = DeltaOptions(delta, anchor_every)
         options.check()
+        if transport not in TRANSPORTS:
+            raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, got {transport!r}")
+        if transport == "cuda_ipc":
+            check_driver(name)
         self.name = name
         self.rank, self.world, self._max_lag = rank, world, max_lag
         self._tensors = NamedTensors(model)
@@ -129,13 +147,24 @@ class Publisher:
         node = ray.get_runtime_context().get_node_id()
         key = PublisherKey(secrets.token_hex(8), node, place.pid, place.start_ticks)
         self._registration = RankRegistration(
-            rank, world, layout, self._tensors.same, key, keep, options, bool(digests), trainer
+            rank,
+            world,
+            layout,
+            self._tensors.same,
+            key,
+            keep,
+            options,
+            bool(digests),
+            transport == "cuda_ipc",
+            trainer,
         )
         """Registration of this rank; the start of the trainer in it stays when the name is dropped."""
         self._slots: dict[str, _WriteSlot] = {}
         """Slots of the current generation by path."""
+        self._writes: dict[str, _Write] = {}
+        """Writes to these slots, by path."""
         self._memory: tuple[list[Any], ...] = ()
-        """Memory of the tensors from which the slots are written."""
+        """Memory of the tensors for which the writes are prepared."""
         self._lock = threading.RLock()  # held during a publication
         self._closed = False
         self._starting = threading.Lock()  # guards the next one
@@ -173,7 +202,9 @@ class Publisher:
                 self._register(deadline)
                 order = self._begin(step, deadline)
             number, place = order.version.number, order.place
-            slot, copy, nbytes, digests, lock_pages_again = self._slot(place, order.slots)
+            self._free_buckets(place.path)
+            slot, lock_pages_again = self._slot(place, order.slots)
+            copy, nbytes, digests = self._write(place.path, slot)
             if not self._begin_writing(slot, place, step, number, deadline) and lock_pages_again is not None:
                 lock_pages_again()  # the slot was emptied, perhaps
             written, sums = 0, None
@@ -249,7 +280,7 @@ class Publisher:
         self._catalogue.call(method, self.name, version, self._life, "publisher", deadline=Deadline.of_call(timeout))
 
     def close(self) -> None:
-        """Close this rank's end, after publications under way. Its versions stay."""
+        """Close this rank's end, after publications under way. Its versions stay, unless they are on a device."""
         with self._starting:
             self._closed = True
         if self._executor is not None:
@@ -259,9 +290,10 @@ class Publisher:
             self._leave()
 
     def _forget_slots(self) -> None:
-        for slot, *_ in self._slots.values():
+        for slot, _ in self._slots.values():
             slot.close()
         self._slots.clear()
+        self._writes.clear()
 
     def _begin(self, step: int, deadline: Deadline) -> WriteOrder:
         """Return the version for a step, and where this rank writes it."""
@@ -284,22 +316,43 @@ class Publisher:
         memory = self._tensors.memory()
         if memory != self._memory:  # the copies have the addresses
             self._tensors.check(meta=False)
-            self._forget_slots()
+            if self._stored is not None and self._stored.on_device:
+                self._writes.clear()  # the buckets have the versions
+            else:
+                self._forget_slots()
             self._memory = memory
 
+    def _free_buckets(self, path: str) -> None:
+        """Free the buckets of slots that have no version any more, except the one at this path."""
+        for other in [other for other, (slot, _) in self._slots.items() if other != path and slot.is_surplus()]:
+            self._slots.pop(other).slot.close()
+            self._writes.pop(other, None)
+
     def _slot(self, place: SlotPlace, slots: int) -> _WriteSlot:
-        """Return a slot, one of so many; mapped once, so that its pages stay warm."""
+        """Return a slot, one of so many; opened once."""
         assert self._stored is not None
         if len(self._slots) >= slots and place.path not in self._slots:
             self._forget_slots()  # a keeper has died
         if place.path not in self._slots:
-            slot = OpenSlot(place.path, place.ranks)
+            tensors = self._tensors.distinct().values()
+            if self._stored.on_device:
+                nbytes = self._stored.nbytes[self._stored.parts.index(self._registration.part)]
+                bucket = OwnBucket(place.path, place.ranks, nbytes, device_of(tensors))
+                self._slots[place.path] = _WriteSlot(bucket, None)
+            else:
+                slot = OpenSlot(place.path, place.ranks)
+                on_device = any(tensor.is_cuda for tensor in tensors)
+                self._slots[place.path] = _WriteSlot(slot, lock_pages(slot.memory(), slot) if on_device else None)
+        return self._slots[place.path]
+
+    def _write(self, path: str, slot: OpenSlot) -> _Write:
+        """Return what this rank writes to the slot at a path; prepared once, while the tensors stay where they are."""
+        assert self._stored is not None
+        if path not in self._writes:
             tensors = self._tensors.distinct()
-            on_device = any(tensor.is_cuda for tensor in tensors.values())
-            lock_again = lock_pages(slot.memory(), slot) if on_device else None
             regions, places = writes_of(self._stored, self.rank, self._registration.layout, slot.memory())
             copy = PreparedCopy(regions, tensors, places, to_slot=True)
             has_digests = self._registration.digests
             digests = WrittenDigests(self._stored, self.rank, regions, tensors, places) if has_digests else None
-            self._slots[place.path] = _WriteSlot(slot, copy, sum(each.nbytes for each in places), digests, lock_again)
-        return self._slots[place.path]
+            self._writes[path] = _Write(copy, sum(each.nbytes for each in places), digests)
+        return self._writes[path]

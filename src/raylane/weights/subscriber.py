@@ -22,6 +22,7 @@ from raylane.weights.held import HeldVersion
 from raylane.weights.layout.mapping import Mapping, layout_of_record
 from raylane.weights.layout.plan import Plan, make_plans
 from raylane.weights.layout.recording import Record
+from raylane.weights.memory.buckets import check_host, check_reader
 from raylane.weights.memory.devices import PreparedCopy
 from raylane.weights.memory.slots import POLL_S, OpenSlot, StaleSlot
 from raylane.weights.memory.sources import MappedParts, Sources, views_to_map
@@ -392,6 +393,8 @@ class Subscriber:
         if offer.stored is None:
             return
         self._note_prefetched(None)  # it would be taken with the new plan
+        if offer.stored.on_device:
+            check_reader(self.name, self.apply)
         self._tensors.learn(offer.stored)
         if self._mapping is None:
             (self._plan,) = make_plans(offer.stored, [self._layout], subset=self._subset)
@@ -420,9 +423,11 @@ class Subscriber:
                 self._verification.check_offer(offer)
             slots: list[OpenSlot] = []
             try:
-                paths = self._paths(offer, self._read_plans(offer), deadline)
+                plan, *_ = plans = self._read_plans(offer)
+                paths = self._paths(offer, plans, deadline)
                 for part, path in paths.items():
-                    slot = self._sources.slot(part, path, offer.ranks[part], in_use=[*self._in_use(), *slots])
+                    in_use, on_device = [*self._in_use(), *slots], plan.stored.on_device
+                    slot = self._sources.slot(part, path, offer.ranks[part], in_use=in_use, on_device=on_device)
                     slot.hold(offer.number)
                     slots.append(slot)
                 return HeldVersion(offer, paths, slots, tuple(slots))
@@ -498,7 +503,7 @@ class Subscriber:
 
         def find_paths(plan: Plan) -> dict[str, str]:
             if paths:
-                return {part: paths[part] for part in plan.bytes_by_host}
+                return {part: paths[part] for part in plan.bytes_by_part}
             return self._paths(taken.offer, [plan], deadline)
 
         try:
@@ -512,14 +517,15 @@ class Subscriber:
 
         StaleSlot if the version was replaced meanwhile.
         """
-        needed = dict.fromkeys(host for plan in plans for host in plan.bytes_by_host)
-        paths = {self._key.host: offer.path} if offer.path is not None and self._key.host in needed else {}
+        needed = dict.fromkeys(part for plan in plans for part in plan.bytes_by_part)
+        paths = {part: path for part, path in offer.paths.items() if part in needed}
         chunks_by_part = {
             part: sorted({chunk for plan in plans for chunk in plan.chunks(part)})
             for part in needed
             if part not in paths
         }
         if chunks_by_part:
+            check_host(self.name, chunks_by_part, self._key.host)
             arguments = self.name, offer.number, self._key.host, chunks_by_part, deadline.left_s()
             copied = self._catalogue.call("copy", *arguments, deadline=deadline)
             if copied is None:
@@ -546,6 +552,7 @@ class Subscriber:
             copies[key] = self._prepare(held.paths, tensors)
         self.state = ReaderState.INVALID  # until the caller notes that all was written
         copies[key].run(self._tensors.distinct)
+        held.check_present()
         self._fill_constants(self._tensors.distinct())
         return memory
 
@@ -555,6 +562,7 @@ class Subscriber:
         names = list(self._tensors.distinct()) if self._record is None else self._record.targets()
         outputs = self._tensors.new(names, endpoint().pool.take)
         self._prepare(held.paths, outputs).run(lambda: outputs)
+        held.check_present()
         self._fill_constants(outputs)
         if self.apply == "swap" and self._is_verified_next():
             self._verify(self._taken_of(held.offer), outputs, held.paths, deadline)
@@ -573,7 +581,7 @@ class Subscriber:
     def _stage(self, held: HeldVersion) -> dict[str, StagedFile]:
         """Map the slots that the plan reads for windows; others are only there to be verified."""
         assert self._plan is not None
-        return {part: slot.stage() for part, slot in held.by_part().items() if part in self._plan.bytes_by_host}
+        return {part: slot.stage() for part, slot in held.by_part().items() if part in self._plan.bytes_by_part}
 
     def _map(self, held: HeldVersion) -> None:
         """Let the tensors lie in windows that show a version; those that lie there stay where they are."""

@@ -104,7 +104,7 @@ class _SlotDigests:
         for group in parts:
             dtype = stored.tensors[group.source].dtype
             for region in group.regions:
-                room = view_of_box(memories[stored.hosts[region.room.part]], region.room, dtype)
+                room = view_of_box(memories[stored.parts[region.room.part]], region.room, dtype)
                 self._views.append(region.box.within(region.room.box).of(room))
         self._parts = PreparedDigests(_places(stored, parts, dtypes), self._views, len(parts))
         self._whole = _WholeDigests(stored, dict.fromkeys(group.source for group in parts), memories)
@@ -124,17 +124,19 @@ class _WholeDigests:
 
     def __init__(self, stored: StoredLayout, sources: Collection[str], memories: Tensors) -> None:
         self._sources = list(sources)
-        places, views = [], []
+        self._views: list[torch.Tensor] = []
+        places = []
         for number, source in enumerate(sources):
             tensor = stored.tensors[source]
             for room in tensor.boxes:
-                views.append(view_of_box(memories[stored.hosts[room.part]], room, tensor.dtype))
-                places.append(DigestPlace(number, tensor.shape, room.box.start, views[-1].dtype))
-        self._prepared = PreparedDigests(places, views, len(sources))
+                view = view_of_box(memories[stored.parts[room.part]], room, tensor.dtype)
+                self._views.append(view)
+                places.append(DigestPlace(number, tensor.shape, room.box.start, view.dtype))
+        self._prepared = PreparedDigests(places, self._views, len(sources))
 
     def differing(self, published: Mapping[str, int]) -> list[str]:
         """Return the tensors that do not have the published digest."""
-        digests = self._prepared.run(lambda _: [])  # all are counted where they lie
+        digests = self._prepared.run(lambda numbers: [self._views[number] for number in numbers])
         return [
             source
             for source, digest in zip(self._sources, digests.tolist(), strict=True)
@@ -244,7 +246,8 @@ class Verification:
         try:
             try:
                 for part, path in find_paths(plan).items():
-                    slot = self._sources.slot(part, path, offer.ranks[part], in_use=slots)
+                    on_device = taken.stored.on_device
+                    slot = self._sources.slot(part, path, offer.ranks[part], in_use=slots, on_device=on_device)
                     slot.hold(offer.number)
                     slots.append(slot)
                     memories[part] = slot.memory()
@@ -255,6 +258,8 @@ class Verification:
                     "Verify right after the update, with verify='each', or publish with a larger keep"
                 ) from error
             yield memories
+            for slot in slots:
+                slot.check_present(offer.number)
         finally:
             for slot in slots:
                 slot.release()

@@ -107,7 +107,7 @@ class StoredBox(NamedTuple):
     """Box of a version in the part of a host: contiguous, in row-major order."""
 
     part: int
-    """Number of the part, which is what the ranks of one host write."""
+    """Number of the part, see `StoredLayout.parts`."""
     offset: int
     """First byte in the part."""
     box: Box
@@ -128,12 +128,14 @@ class StoredLayout(msgspec.Struct, frozen=True):
     """All tensors of a version, and the parts in which they lie."""
 
     tensors: dict[str, StoredTensor]
-    hosts: tuple[str, ...]
-    """Host of each part."""
+    parts: tuple[str, ...]
+    """Name of each part, see `part_name`."""
     nbytes: tuple[int, ...]
     """Size of each part."""
     same: dict[str, str] = {}
     """Further names of tied tensors, and the name under which each is stored."""
+    on_device: bool = False
+    """True if the parts are memory of CUDA devices (`memory.buckets`)."""
 
     def name_of(self, name: str) -> str:
         """Return the name under which a tensor is stored."""
@@ -142,6 +144,21 @@ class StoredLayout(msgspec.Struct, frozen=True):
     def tensor(self, name: str) -> StoredTensor:
         """Return the stored tensor of this name, which may be a further one."""
         return self.tensors[self.name_of(name)]
+
+
+def part_name(host: str, rank: int, on_device: bool) -> str:
+    """Return the name of the part that a rank writes: its host, or on a device its host and its number."""
+    return f"{host}/{rank}" if on_device else host
+
+
+def host_of(part: str) -> str:
+    """Return the host of a part."""
+    return part.partition("/")[0]
+
+
+def is_on_device(part: str) -> bool:
+    """Return True if a part is memory of a device."""
+    return "/" in part
 
 
 def chunk_bytes(part_bytes: int) -> int:
@@ -216,11 +233,15 @@ def _joined(rows: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def store(
-    layouts: Sequence[Layout], hosts: Sequence[str] | None = None, same: Mapping[str, str] | None = None
+    layouts: Sequence[Layout],
+    parts: Sequence[str] | None = None,
+    same: Mapping[str, str] | None = None,
+    *,
+    on_device: bool = False,
 ) -> StoredLayout:
     """Return where each box of a version is stored, and who writes it.
 
-    `layouts` and `hosts` are those of all ranks, by rank (None: one host); `same` has further names of tensors that are
+    `layouts` and `parts` are those of all ranks, by rank (None: one part); `same` has further names of tensors that are
     stored once. Of the ranks that hold a box, the one with the fewest bytes so far writes it.
 
     WeightsLayoutError names tensors on which the ranks do not agree, or that are incomplete.
@@ -239,7 +260,7 @@ def store(
             boxes = holders.setdefault(name, {})
             for held in tensor.held:
                 boxes.setdefault(held.box, []).append(rank)
-    rooms = _Rooms(hosts if hosts is not None else [""] * len(layouts))
+    rooms = _Rooms(parts if parts is not None else [""] * len(layouts))
     tensors = {}
     for name, boxes in holders.items():
         tensor = first_of[name][1]
@@ -253,23 +274,24 @@ def store(
                 "a tensor is part of"
             )
         tensors[name] = rooms.place(tensor, boxes)
-    return StoredLayout(tensors, tuple(rooms.hosts), tuple(rooms.nbytes), dict(same or {}))
+    return StoredLayout(tensors, tuple(rooms.parts), tuple(rooms.nbytes), dict(same or {}), on_device)
 
 
 class _Rooms:
     """Parts that are filled tensor by tensor."""
 
-    def __init__(self, hosts: Sequence[str]) -> None:
-        self.hosts = list(dict.fromkeys(hosts))
-        self.nbytes = [0] * len(self.hosts)
-        self._part_of = [self.hosts.index(host) for host in hosts]
-        self._written = [0] * len(hosts)
+    def __init__(self, parts: Sequence[str]) -> None:
+        """Begin with empty parts; `parts` has that of each rank."""
+        self.parts = list(dict.fromkeys(parts))
+        self.nbytes = [0] * len(self.parts)
+        self._part_of = [self.parts.index(part) for part in parts]
+        self._written = [0] * len(parts)
         """Bytes that each rank writes."""
 
     def place(self, tensor: TensorLayout, holders: Mapping[Box, Sequence[int]]) -> StoredTensor:
         """Give a tensor its room; `holders` has the ranks that hold each of its boxes."""
-        # Hosts that have every box of the tensor, so that it can lie in one piece: readers map whole tensors only.
-        parts = set(range(len(self.hosts)))
+        # Parts that can have every box of the tensor, so that it lies in one piece: readers map whole tensors only.
+        parts = set(range(len(self.parts)))
         for ranks in holders.values():
             parts &= {self._part_of[rank] for rank in ranks}
         stored = []
@@ -283,7 +305,7 @@ class _Rooms:
             whole = Box((0,) * len(tensor.shape), tensor.shape)
             stored.append(self._room(part, whole, tensor.itemsize, writes))
         else:
-            # No host has all of it: each box lies on the host of the rank that writes it.
+            # No part can have all of it: each box lies in that of the rank that writes it.
             for box, ranks in holders.items():
                 writer = self._writer(ranks, box, tensor.itemsize)
                 stored.append(self._room(self._part_of[writer], box, tensor.itemsize, [(writer, box)]))

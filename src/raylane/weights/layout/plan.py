@@ -60,27 +60,27 @@ class Plan(msgspec.Struct, frozen=True, dict=True):
     pieces: tuple[TensorPieces, ...]
 
     @functools.cached_property
-    def bytes_by_host(self) -> dict[str, int]:
-        """Bytes to read of the part of each host that stores something for this reader."""
+    def bytes_by_part(self) -> dict[str, int]:
+        """Bytes to read of each part that has something for this reader."""
         counts = np.zeros(len(self.stored.nbytes), dtype=np.int64)
         for pieces in self.pieces:
             tensor = self.stored.tensor(pieces.name)
             parts = np.array([box.part for box in tensor.boxes])[pieces.boxes]
             np.add.at(counts, parts, pieces.sizes.prod(axis=1) * tensor.itemsize)
-        return {host: nbytes for host, nbytes in zip(self.stored.hosts, counts.tolist(), strict=True) if nbytes}
+        return {part: nbytes for part, nbytes in zip(self.stored.parts, counts.tolist(), strict=True) if nbytes}
 
     @property
     def nbytes(self) -> int:
         """Bytes to read."""
-        return sum(self.bytes_by_host.values())
+        return sum(self.bytes_by_part.values())
 
-    def chunks(self, host: str) -> list[int]:
-        """Return the numbers of the chunks (see `chunk_bytes`) that this reader needs of the part of a host."""
-        return self._chunks_by_host[host]
+    def chunks(self, part: str) -> list[int]:
+        """Return the numbers of the chunks (see `chunk_bytes`) that this reader needs of a part."""
+        return self._chunks_by_part[part]
 
     @functools.cached_property
-    def _chunks_by_host(self) -> dict[str, list[int]]:
-        needed: dict[str, set[int]] = {host: set() for host in self.stored.hosts}
+    def _chunks_by_part(self) -> dict[str, list[int]]:
+        needed: dict[str, set[int]] = {part: set() for part in self.stored.parts}
         steps = [chunk_bytes(nbytes) for nbytes in self.stored.nbytes]
         for pieces in self.pieces:
             tensor = self.stored.tensor(pieces.name)
@@ -90,13 +90,13 @@ class Plan(msgspec.Struct, frozen=True, dict=True):
                 first = offset + int(start @ strides) * tensor.itemsize
                 last = offset + int((start + size - 1) @ strides) * tensor.itemsize
                 chunks = range(first // steps[part], (last + tensor.itemsize - 1) // steps[part] + 1)
-                needed[self.stored.hosts[part]].update(chunks)
-        return {host: sorted(chunks) for host, chunks in needed.items()}
+                needed[self.stored.parts[part]].update(chunks)
+        return {part: sorted(chunks) for part, chunks in needed.items()}
 
     def __str__(self) -> str:
         count = sum(len(pieces.boxes) for pieces in self.pieces)
         lines = [f"{len(self.pieces)} tensors in {count} pieces, {self.nbytes:,} bytes"]
-        lines += [f"  from host {host}: {nbytes:,} bytes" for host, nbytes in self.bytes_by_host.items()]
+        lines += [f"  from host {part}: {nbytes:,} bytes" for part, nbytes in self.bytes_by_part.items()]
         return "\n".join(lines)
 
 

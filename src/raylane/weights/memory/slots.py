@@ -183,6 +183,17 @@ class OpenSlot:
         fd = self._segment.fd
         return fd is not None and is_free(fd, READ) and set(self.numbers()) == {number}
 
+    def is_surplus(self) -> bool:
+        """Return True if memory of this process can be freed, as it has no version; never in shared memory."""
+        return False
+
+    def is_replaced(self) -> bool:
+        """Return True if the memory that was mapped is not that of the slot any more; never in shared memory."""
+        return False
+
+    def check_present(self, number: int) -> None:
+        """Raise WeightsLostError if a version that this slot holds is gone; a lock keeps what is in shared memory."""
+
     def stage(self) -> StagedFile:
         """Return the slot as a file that a window can show; writes to it stay in this process."""
         return StagedFile(self._fd, self._segment.nbytes)

@@ -10,6 +10,7 @@ from raylane.core.memory.windows import StagedFile, Window
 from raylane.errors import WeightsError
 from raylane.weights.layout.boxes import View
 from raylane.weights.layout.plan import Plan
+from raylane.weights.memory.buckets import BucketSlot
 from raylane.weights.memory.devices import PreparedCopy
 from raylane.weights.memory.slots import OpenSlot
 from raylane.weights.memory.tensors import Regions, inner_of, stored_pieces
@@ -29,22 +30,30 @@ class Sources:
         self.copies: dict[tuple[str, ...], PreparedCopy] = {}
         """Copies into the reader's tensors, by the same paths: they have addresses within the slots."""
 
-    def slot(self, part: str, path: str, ranks: int, *, in_use: Collection[OpenSlot]) -> OpenSlot:
-        """Return a slot of a part with so many ranks.
+    def slot(
+        self, part: str, path: str, ranks: int, *, in_use: Collection[OpenSlot], on_device: bool = False
+    ) -> OpenSlot:
+        """Return a slot of a part with so many ranks, which is `on_device` or in shared memory.
 
         Too many slots end the one that was used longest ago, and is not `in_use`.
         """
         slots = self._slots.setdefault(part, {})
+        if path in slots and slots[path].is_replaced():
+            self._close(slots, path)
         slot = slots.pop(path, None)
         if slot is None:
             oldest = next((path for path, each in slots.items() if each not in in_use), None)
             if len(slots) >= MOST_SLOTS and oldest is not None:
-                slots.pop(oldest).close()
-                self._views = {paths: views for paths, views in self._views.items() if oldest not in paths}
-                self.copies = {paths: copy for paths, copy in self.copies.items() if oldest not in paths}
-            slot = OpenSlot(path, ranks)
+                self._close(slots, oldest)
+            slot = BucketSlot(path, ranks) if on_device else OpenSlot(path, ranks)
         slots[path] = slot
         return slot
+
+    def _close(self, slots: dict[str, OpenSlot], path: str) -> None:
+        """Close a slot of a part, and forget what has addresses in it."""
+        slots.pop(path).close()
+        self._views = {paths: views for paths, views in self._views.items() if path not in paths}
+        self.copies = {paths: copy for paths, copy in self.copies.items() if path not in paths}
 
     def pieces(self, plan: Plan, paths: Mapping[str, str]) -> list[torch.Tensor]:
         """Return the pieces of a plan in the slots of these paths, by part, which are open."""

@@ -472,7 +472,7 @@ def stored_pieces(plan: Plan, memories: Mapping[str, torch.Tensor]) -> list[torc
         published = plan.stored.tensor(pieces.name)
         for number, source, _, _ in pieces.rows():
             room = published.boxes[number]
-            stored = view_of_box(memories[plan.stored.hosts[room.part]], room, published.dtype)
+            stored = view_of_box(memories[plan.stored.parts[room.part]], room, published.dtype)
             views.append(source.of(stored))
     return views
 

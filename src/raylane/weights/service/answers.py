@@ -68,9 +68,9 @@ class VersionOffer:
     stored: StoredLayout | None
     """None if the reader has the layout of this generation."""
     ranks: dict[str, int]
-    """Number of the ranks that wrote the part of each host."""
-    path: str | None
-    """Slot with the part of the reader's own host, if it has one."""
+    """Number of the ranks that wrote each part."""
+    paths: dict[str, str]
+    """Slots with the parts that were written on the reader's own host."""
     digests: bytes | None = None
     """Digest of each tensor, in the order of the stored layout, 8 bytes each; None if it was published without."""
 

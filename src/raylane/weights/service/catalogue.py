@@ -21,6 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raylane import _ray
 from raylane.core.deadline import Deadline
 from raylane.errors import WeightsLostError, WeightsTimeoutError
+from raylane.weights.layout.boxes import host_of
 from raylane.weights.memory.slots import SlotPlace
 from raylane.weights.service.actors import NAMESPACE, actor_names, own_error, start_actor
 from raylane.weights.service.answers import GenerationKey, VersionInfo, VersionOffer, WriteOrder, version_info
@@ -61,7 +62,8 @@ class _NamedWeights:
 
 def _kind(generation: Generation, part: str) -> PartKind:
     ranks = generation.ranks_of(part)
-    return PartKind(part, len(ranks), generation.part_bytes(part), generation.boxes_digest(part))
+    nbytes = 0 if generation.stored.on_device else generation.part_bytes(part)
+    return PartKind(part, len(ranks), nbytes, generation.boxes_digest(part))
 
 
 async def _answered(call: Any) -> None:
@@ -137,13 +139,13 @@ class Catalogue:
             return f"ranks {ranks} have not published step {version.step if version else step} of {name!r}"
 
         await self._wait(entry, lambda: start.state is not StartState.FORMING, deadline.left_s(), unregistered)
-        host = start.members[rank].host
+        host, part = start.members[rank].host, start.members[rank].part
         if start is ledger.start:  # an earlier catalogue may have counted further
-            await self._slots(entry, ledger.generations[-1], host, host, 0)
+            await self._slots(entry, ledger.generations[-1], host, part, 0)
         version = await self._wait(entry, lambda: ledger.begin(start, rank, step), deadline.left_s(), missing)
         generation = version.generation
-        paths = await self._slots(entry, generation, host, host, version.slot)
-        ranks = generation.ranks_of(host)
+        paths = await self._slots(entry, generation, host, part, version.slot)
+        ranks = generation.ranks_of(part)
         generation_key = ledger.life, generation.number
         return WriteOrder(
             VersionKey(ledger.life, version.number),
@@ -270,12 +272,11 @@ class Catalogue:
 
         version = await self._wait(entry, wanted, timeout_s, missing)
         generation = version.generation
-        ranks = {part: len(generation.ranks_of(part)) for part in set(generation.hosts)}
-        path = generation.slots[host, host][version.slot] if version.has_own_part(host) else None
+        ranks = {part: len(generation.ranks_of(part)) for part in set(generation.parts)}
         generation_key = entry.ledger.life, generation.number
         stored = None if known == generation_key else generation.stored
-        digests = version.tensor_digests()
-        return VersionOffer(version.number, version.step, generation_key, stored, ranks, path, digests)
+        paths, digests = version.own_paths(host), version.tensor_digests()
+        return VersionOffer(version.number, version.step, generation_key, stored, ranks, paths, digests)
 
     async def copy(
         self, name: str, number: int, host: str, wanted: dict[str, list[int]], timeout_s: float | None
@@ -545,7 +546,7 @@ class Catalogue:
                 generation.being_made.discard((host, part))
             known = generation.slots.setdefault((host, part), paths)
             known += paths[len(known) :]  # the same list, by which copies know that it is of the same keeper
-            if host == part:
+            if host == host_of(part):
                 entry.ledger.resume_after(number)  # of an earlier catalogue
             return generation.slots[host, part]
 

@@ -109,11 +109,11 @@ class Copies:
                     self._keeper(host).empty.remote(paths[slot], 0 if newest is None else newest.number)
 
     async def find_digest(self, version: Version) -> None:
-        """Note the digest of a version once, unless it is not committed, or gone before its bytes were read."""
-        if version.digest is not None:
+        """Note the digest of a version once, unless it is not committed, on devices, or gone before it was read."""
+        if version.digest is not None or version.generation.stored.on_device:
             return
         digests = []
-        for part in version.generation.stored.hosts:
+        for part in version.generation.stored.parts:
             holder = version.holder(part) if version.state is VersionState.COMMITTED else None
             if holder is None:
                 return

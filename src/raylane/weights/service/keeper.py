@@ -45,11 +45,11 @@ SILENCE_S = 20.0
 class PartKind(NamedTuple):
     """Part of a layout, for which a host has slots."""
 
-    host: str
-    """Host whose ranks write it."""
+    name: str
     ranks: int
-    """Number of these ranks."""
+    """Number of the ranks that write it."""
     nbytes: int
+    """Its size in shared memory; 0 if it lies on a device."""
     boxes: str
     """Digest of the boxes that each rank writes: a rank that is late may write only where its successor does."""
 

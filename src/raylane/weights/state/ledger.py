@@ -29,7 +29,7 @@ from raylane.core.state_table import StateTable, unchanged
 from raylane.errors import WeightsError, WeightsLayoutError, WeightsLostError, WeightsVersionError
 from raylane.weights.chunks.delta import DeltaOptions, Run, runs_of
 from raylane.weights.chunks.spread import Spread
-from raylane.weights.layout.boxes import Layout, StoredLayout, store
+from raylane.weights.layout.boxes import Layout, StoredLayout, host_of, store
 from raylane.weights.state.options import MOST_KEEP
 from raylane.weights.state.readers import VersionKey
 from raylane.weights.state.starts import (
@@ -92,12 +92,12 @@ class Generation:
     delta: DeltaOptions
     layouts: tuple[Layout, ...]
     """Layout of each rank."""
-    hosts: tuple[str, ...]
-    """Host of each rank."""
+    parts: tuple[str, ...]
+    """Part that each rank writes."""
     same: Mapping[str, str]
     stored: StoredLayout
     slots: dict[tuple[str, str], list[str]] = field(default_factory=dict)
-    """Paths of slots by the host that has them, and the host whose ranks write what is in them: its part."""
+    """Paths of slots by the host that has them, and the part that is in them."""
     being_made: set[tuple[str, str]] = field(default_factory=set)
     """Keys of slots that a keeper is making."""
 
@@ -109,31 +109,35 @@ class Generation:
         """Number of ranks."""
         return len(self.layouts)
 
-    def ranks_of(self, host: str) -> list[int]:
-        """Return the ranks of a host, in the order of their words in a slot."""
-        return [rank for rank, where in enumerate(self.hosts) if where == host]
+    def ranks_of(self, part: str) -> list[int]:
+        """Return the ranks that write a part, in the order of their words in a slot."""
+        return [rank for rank, written in enumerate(self.parts) if written == part]
 
-    def part_bytes(self, host: str) -> int:
-        """Return the size of the part that the ranks of a host write."""
-        return self.stored.nbytes[self.stored.hosts.index(host)]
+    def own_parts(self, host: str) -> list[str]:
+        """Return the parts that ranks of a host write, and for which it has slots."""
+        return [part for part in dict.fromkeys(self.parts) if host_of(part) == host and (host, part) in self.slots]
 
-    def runs(self, host: str) -> tuple[Run, ...]:
-        """Return the runs of elements of one size in the part of a host; found once."""
-        if host not in self._runs:
-            self._runs[host] = runs_of(self.stored, self.stored.hosts.index(host))
-        return self._runs[host]
+    def part_bytes(self, part: str) -> int:
+        """Return the size of a part."""
+        return self.stored.nbytes[self.stored.parts.index(part)]
 
-    def boxes_digest(self, host: str) -> str:
-        """Return a digest of the bytes of its part that each rank of a host writes; found once."""
-        if host not in self._digests:
-            digest, ranks = hashlib.sha256(), self.ranks_of(host)
+    def runs(self, part: str) -> tuple[Run, ...]:
+        """Return the runs of elements of one size in a part; found once."""
+        if part not in self._runs:
+            self._runs[part] = runs_of(self.stored, self.stored.parts.index(part))
+        return self._runs[part]
+
+    def boxes_digest(self, part: str) -> str:
+        """Return a digest of the bytes of a part that each of its ranks writes; found once."""
+        if part not in self._digests:
+            digest, ranks = hashlib.sha256(), self.ranks_of(part)
             for tensor in self.stored.tensors.values():
                 for room in tensor.boxes:
                     for rank, box in room.writes:
                         if rank in ranks:
                             digest.update(repr((ranks.index(rank), room.offset, room.box, box)).encode())
-            self._digests[host] = digest.hexdigest()
-        return self._digests[host]
+            self._digests[part] = digest.hexdigest()
+        return self._digests[part]
 
 
 @dataclass
@@ -157,7 +161,7 @@ class Version:
     digests: list[bytes] = field(default_factory=list)
     """Digests of what each rank that is done has written, if the ranks compute them."""
     spreads: dict[str, Spread] = field(default_factory=dict)
-    """Copies of parts on other hosts, by the host whose ranks wrote the part."""
+    """Copies of parts on other hosts, by part."""
     base: Version | None = None
     """Earlier version that other hosts have, from which this one may be made with patches."""
     copied_bytes: Counter[str] = field(default_factory=Counter)
@@ -185,7 +189,7 @@ class Version:
     def spread(self, part: str) -> Spread:
         """Return the copies of a part, which the first call begins to count."""
         if part not in self.spreads:
-            parts = len(set(self.generation.hosts))
+            parts = len(set(self.generation.parts))
             self.spreads[part] = Spread(part, self.generation.part_bytes(part), parts)
         return self.spreads[part]
 
@@ -194,22 +198,26 @@ class Version:
         spread = self.spreads.get(part)
         return set() if spread is None else spread.holders.keys() - {part}
 
-    def has_own_part(self, host: str) -> bool:
-        """Return True if the ranks of a host wrote a part, and it is still there."""
-        spread = self.spreads.get(host)
-        return (host, host) in self.generation.slots and (spread is None or host in spread.holders)
+    def own_paths(self, host: str) -> dict[str, str]:
+        """Return the slot of each part that ranks of a host wrote, and that is still there."""
+        slots, spreads = self.generation.slots, self.spreads
+        return {
+            part: slots[host, part][self.slot]
+            for part in self.generation.own_parts(host)
+            if part not in spreads or host in spreads[part].holders
+        }
 
     def holder(self, part: str) -> str | None:
         """Return a host that has a part whole."""
-        if self.has_own_part(part):
-            return part
+        if part in self.own_paths(host_of(part)):
+            return host_of(part)
         spread = self.spreads.get(part)
         whole = [] if spread is None else [host for host, has in spread.holders.items() if len(has) == spread.chunks]
         return whole[0] if whole else None
 
     def hosts(self) -> list[str]:
         """Return the hosts that have a part, or chunks of one."""
-        own = [host for host in set(self.generation.hosts) if self.has_own_part(host)]
+        own = [host for host in set(map(host_of, self.generation.parts)) if self.own_paths(host)]
         return sorted({*own, *(host for spread in self.spreads.values() for host in spread.holders)})
 
 
@@ -312,16 +320,16 @@ class Ledger:
         """Return the newest generation if it has the layouts of these ranks, or a new one. WeightsLayoutError."""
         ranks = [members[rank] for rank in range(len(members))]
         keep, delta = ranks[0].keep, ranks[0].delta
-        layouts, hosts = tuple(rank.layout for rank in ranks), tuple(rank.host for rank in ranks)
+        layouts, parts = tuple(rank.layout for rank in ranks), tuple(rank.part for rank in ranks)
         same = {name: first for rank in ranks for name, first in rank.same.items()}
         newest = self.generations[-1] if self.generations else None
         if newest is not None:
-            known = newest.keep, newest.delta, newest.hosts, newest.same, newest.layouts
-            if known == (keep, delta, hosts, same, layouts):
+            known = newest.keep, newest.delta, newest.parts, newest.same, newest.layouts
+            if known == (keep, delta, parts, same, layouts):
                 return newest
-        stored = store(layouts, hosts, same)
+        stored = store(layouts, parts, same, on_device=ranks[0].on_device)
         self._generation_numbers += 1
-        self.generations.append(Generation(self._generation_numbers, keep, delta, layouts, hosts, same, stored))
+        self.generations.append(Generation(self._generation_numbers, keep, delta, layouts, parts, same, stored))
         return self.generations[-1]
 
     def _replaced(self, rank: int) -> WeightsError:
@@ -521,12 +529,15 @@ class Ledger:
     def keeper_died(self, host: str) -> None:
         """Note that the slots of a host are gone. Its part of a version lives on in copies that are together whole."""
         for version in self.versions:
-            if (host, host) in version.generation.slots and version.state is VersionState.COMMITTED:
-                version.spread(host)
+            own = version.generation.own_parts(host)
+            if version.state is VersionState.COMMITTED:
+                for part in own:
+                    version.spread(part)
             for spread in version.spreads.values():
-                spread.remove(host)
+                for gone in {host, *own}:  # a part on a device is a holder of its own
+                    spread.remove(gone)
             lost = any(not spread.is_whole() for spread in version.spreads.values())
-            if lost or (version.state is VersionState.OPEN and (host, host) in version.generation.slots):
+            if lost or (version.state is VersionState.OPEN and own):
                 version.advance(VersionEvent.KEEPER_DIED)
         for generation in self.generations:
             for key in [key for key in generation.slots if key[0] == host]:

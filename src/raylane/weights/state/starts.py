@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from raylane.core.state_table import StateTable
 from raylane.weights.chunks.delta import DeltaOptions
-from raylane.weights.layout.boxes import Layout
+from raylane.weights.layout.boxes import Layout, part_name
 
 
 class PublisherKey(NamedTuple):
@@ -64,6 +64,8 @@ class RankRegistration(NamedTuple):
     delta: DeltaOptions = DeltaOptions()
     digests: bool = False
     """True if the rank computes digests of what it publishes."""
+    on_device: bool = False
+    """True if the rank keeps what it publishes in memory of its CUDA device."""
     trainer: str | None = None
     """Text of the user that is the same for all ranks of one start, and of no other start."""
     start: StartKey | None = None
@@ -74,9 +76,14 @@ class RankRegistration(NamedTuple):
         """Ray's id of the rank's node."""
         return self.publisher.host
 
-    def options(self) -> tuple[int, int, DeltaOptions, bool, str | None]:
+    @property
+    def part(self) -> str:
+        """Name of the part that the rank writes."""
+        return part_name(self.host, self.rank, self.on_device)
+
+    def options(self) -> tuple[int, int, DeltaOptions, bool, bool, str | None]:
         """Return what all ranks of a start have in common."""
-        return self.world, self.keep, self.delta, self.digests, self.trainer
+        return self.world, self.keep, self.delta, self.digests, self.on_device, self.trainer
 
 
 class StartState(enum.Enum):
@@ -176,7 +183,7 @@ class Start:
     """One start of a trainer."""
 
     key: StartKey
-    options: tuple[int, int, DeltaOptions, bool, str | None]
+    options: tuple[int, int, DeltaOptions, bool, bool, str | None]
     members: dict[int, RankRegistration] = field(default_factory=dict)
     """Registrations by rank."""
     ended: set[str] = field(default_factory=set)

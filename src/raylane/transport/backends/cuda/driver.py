@@ -130,18 +130,33 @@ def mapped(handles: Sequence[bytes], device: int) -> Iterator[dict[bytes, int]]:
     CudaError if the device cannot reach that memory (other GPU without peer access).
     """
     addresses: dict[bytes, int] = {}
-    with _context(device) as library:
+    with _context(device):
         try:
             # Each once, and unmapped at once: memory that its owner gives back to the driver must not be mapped.
             for handle in dict.fromkeys(handles):
-                address = ctypes.c_uint64()
-                packed_handle = _Handle.from_buffer_copy(handle)
-                _call(library, "cuIpcOpenMemHandle_v2", ctypes.byref(address), packed_handle, _LAZY_PEER_ACCESS)
-                addresses[handle] = address.value
+                addresses[handle] = open_allocation(handle, device)
             yield addresses
         finally:
             for start in addresses.values():
-                library.cuIpcCloseMemHandle(start)
+                close_allocation(start, device)
+
+
+def open_allocation(handle: bytes, device: int) -> int:
+    """Map an allocation of another process until `close_allocation`; return its address.
+
+    It may be mapped several times. CudaError if the device cannot reach that memory.
+    """
+    with _context(device) as library:
+        address = ctypes.c_uint64()
+        packed_handle = _Handle.from_buffer_copy(handle)
+        _call(library, "cuIpcOpenMemHandle_v2", ctypes.byref(address), packed_handle, _LAZY_PEER_ACCESS)
+        return address.value
+
+
+def close_allocation(address: int, device: int) -> None:
+    """Unmap what `open_allocation` has mapped at an address, once."""
+    with _context(device) as library:
+        library.cuIpcCloseMemHandle(address)
 
 
 def copy_async(target: int, source: int, nbytes: int, stream: int) -> None:
