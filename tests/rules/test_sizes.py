@@ -27,7 +27,7 @@ BUDGETS = {
     "testing": 206,
     "training": 7425,
     "transport": 7790,
-    "weights": 6785,
+    "weights": 6945,
     "workers": 1544,
 }
 """Lines of code of each package, and of the modules beside them, without docstrings, comments and blank lines.

@@ -149,6 +149,14 @@ class Engine:
         """Return the greedy answers."""
         return answers_of(self._engine)
 
+    def join(self) -> None:
+        """Join the fleet."""
+        self._reader = weights.FleetReader([self._attachment])
+
+    def idle(self, seconds: float) -> dict[str, int]:
+        """Wait for a switch; return the versions."""
+        return self._reader.idle(seconds)
+
     def call(self, method: str, *args: Any) -> Any:
         """Call a method of the `LLM`."""
         return getattr(self._engine, method)(*args)
@@ -211,6 +219,14 @@ class AsyncEngine:
         self._loading = False
         await asyncio.gather(*self._load)
         return self.finished
+
+    async def join(self) -> None:
+        """Join the fleet."""
+        self._reader = weights.FleetReader([self._attachment])
+
+    def versions(self) -> dict[str, int]:
+        """Return what the fleet serves here."""
+        return self._reader.versions
 
     async def call(self, method: str, *args: Any) -> Any:
         """Call a coroutine method of the engine."""

@@ -121,7 +121,9 @@ def test_two_names_are_one_switch(start: Start) -> None:
             fleet.switch(wrong)
     with pytest.raises(ValueError, match="several different ones"):
         weights.Fleet(["policy", "policy"])
-    with pytest.raises(TypeError, match="a reader of a fleet is a Subscriber or an attachment of a torch module"):
+    with pytest.raises(
+        TypeError, match="a reader of a fleet is a Subscriber, or an attachment of a torch module or of vLLM"
+    ):
         weights.FleetReader([object()])  # type: ignore[list-item]
 
 

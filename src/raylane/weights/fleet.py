@@ -20,6 +20,8 @@ from typing import Any
 from raylane.core.deadline import Deadline
 from raylane.errors import WeightsError, WeightsSwitchError, WeightsTimeoutError, WeightsVersionError
 from raylane.weights.engines.module import ModuleAttachment
+from raylane.weights.engines.vllm_engine import VllmAttachment
+from raylane.weights.engines.vllm_fleet import EngineReader
 from raylane.weights.service.client import CatalogueClient
 from raylane.weights.service.fleets import ANSWER_S
 from raylane.weights.state.fleet import CONTACT_S, NO_TARGET, Order, Report, Target
@@ -104,40 +106,56 @@ class Fleet:
 class FleetReader:
     """A member of a fleet: the readers of one process, one for each name. Switches at `step`, and nowhere else.
 
-    A thread prepares versions beside the steps. Do not update the readers otherwise. Where several threads call `step`,
-    the first one switches, so their steps must not overlap.
+    A thread prepares versions beside the steps; those of an `LLM` of vLLM are prepared by `step` or `idle`. Do not
+    update the readers otherwise. Where several threads call `step`, the first one switches, so their steps must not
+    overlap.
+
+    An `AsyncLLM` of vLLM needs no `step`: it switches between two steps of its own, and refuses requests with
+    WeightsSwitchError where `step` would raise it. Requests under way go on as the attachment's `pause` says.
     """
 
     def __init__(
-        self, readers: Sequence[Subscriber | ModuleAttachment], *, detached: bool = False, timeout: float | None = None
+        self,
+        readers: Sequence[Subscriber | ModuleAttachment | VllmAttachment],
+        *,
+        detached: bool = False,
+        timeout: float | None = None,
     ) -> None:
         """Join the fleet of the names of these readers. Does not wait for a switch.
 
         Args:
-            readers: `Subscriber` or attachments of torch modules, of different names.
+            readers: `Subscriber` or attachments, of different names.
             detached: As for the readers.
             timeout: Seconds in which `step` must be answered where it has to ask; None means RAYLANE_TIMEOUT_S (60 s).
 
         Raises:
-            TypeError: A reader is none of these, such as an attachment of vLLM.
+            TypeError: A reader is none of these, such as an attachment of LoRA adapters.
+            RuntimeError: The engine is an `AsyncLLM`, and this is not called in a coroutine of its event loop.
         """
-        self._subscribers: dict[str, Subscriber] = {}
-        self._readers: dict[str, Subscriber | ModuleAttachment] = {}
+        self._taking = threading.Lock()  # held while versions are taken
+        self._changed = threading.Condition()
+        """Guards what follows, and is notified when an order has come."""
+        self._timeout = timeout
+        self._catalogue = CatalogueClient(detached=detached)
+        self._engines: list[EngineReader] = []
+        self._subscribers: dict[str, Subscriber | EngineReader] = {}
+        self._readers: dict[str, Subscriber | ModuleAttachment | EngineReader] = {}
         for reader in readers:
+            if isinstance(reader, VllmAttachment):
+                self._engines.append(EngineReader(reader, self._catalogue, self._notify))
+                self._readers[reader.name] = self._subscribers[reader.name] = self._engines[-1]
+                continue
             if not isinstance(reader, Subscriber | ModuleAttachment):
                 raise TypeError(
-                    "a reader of a fleet is a Subscriber or an attachment of a torch module, got "
-                    f"{type(reader).__name__}"
+                    "a reader of a fleet is a Subscriber, or an attachment of a torch module or of vLLM without lora, "
+                    f"got {type(reader).__name__}"
                 )
             self._readers[reader.name] = reader
             self._subscribers[reader.name] = reader if isinstance(reader, Subscriber) else reader.subscriber
         self.names = _names([reader.name for reader in readers])
-        self._timeout = timeout
-        self._catalogue = CatalogueClient(detached=detached)
+        self._is_async = any(engine.attachment.is_async for engine in self._engines)
+        """True if this reader switches on its own thread, beside the steps of an `AsyncLLM`."""
         self._key = self._subscribers[self.names[0]].key
-        self._taking = threading.Lock()  # held while versions are taken
-        self._changed = threading.Condition()
-        """Guards what follows, and is notified when an order has come."""
         self._order: Order | None = None
         self._answered_s = float("-inf")
         """Time at which the report was sent that was answered last."""
@@ -145,9 +163,12 @@ class FleetReader:
         self._failed: tuple[int, str] = (0, "")
         self._turn = time.time_ns()
         self._closed = False
-        self._leave = weakref.finalize(self, _leave, self._catalogue, self.names, self._key)
+        own_keys = [engine.key for engine in self._engines]
+        self._leave = weakref.finalize(self, _leave, self._catalogue, self.names, self._key, own_keys)
         self._error: Exception | None = None
         self._thread = threading.Thread(target=_run, args=(weakref.ref(self),), name="raylane-fleet", daemon=True)
+        for engine in self._engines:
+            engine.attachment.check_fleet = functools.partial(_check, weakref.ref(self))
         self._thread.start()
 
     @property
@@ -165,7 +186,11 @@ class FleetReader:
             WeightsSwitchError: The fleet does not answer, so that others may serve other versions by now: this reader
                 must not serve. Call again.
             WeightsError: A version could not be taken, or the reader was closed.
+            TypeError: The engine is an `AsyncLLM`, which switches by itself.
         """
+        if self._is_async:
+            raise TypeError("an AsyncLLM switches by itself: ask `versions` what it serves")
+        self._run_jobs()
         return self._step(Deadline.of_call(self._timeout))
 
     def idle(self, timeout: float) -> dict[str, int]:
@@ -173,9 +198,13 @@ class FleetReader:
 
         Returns earlier after a switch. A reader that waits elsewhere holds up each switch until its next step.
         """
-        before, deadline = self._step(Deadline.of_call(self._timeout)), Deadline(timeout)
-        with self._changed:
-            self._changed.wait_for(lambda: self._behind() or self._closed, deadline.left_s())
+        before, deadline = self.step(), Deadline(timeout)
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._behind() or self._closed or self._has_jobs(), deadline.left_s())
+            if not self._has_jobs():
+                break
+            self._run_jobs()
         return before if not self._behind() else self._step(Deadline.of_call(self._timeout))
 
     def close(self) -> None:
@@ -185,9 +214,34 @@ class FleetReader:
                 return
             self._closed = True
             self._changed.notify_all()
+        for engine in self._engines:
+            engine.attachment.check_fleet = None
         self._leave()
 
     # Parts of the above
+
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _has_jobs(self) -> bool:
+        return any(engine.has_jobs() for engine in self._engines)
+
+    def _run_jobs(self) -> None:
+        for engine in self._engines:
+            engine.run_jobs()
+
+    def _check(self) -> None:
+        """Raise WeightsSwitchError if an engine must not accept requests now."""
+        if not self._may_serve() or (self._behind() and self._error is not None):
+            cause = f" ({self._error})" if self._error else ""
+            raise self._silent(f"in time{cause}")
+
+    def _silent(self, when: str) -> WeightsSwitchError:
+        return WeightsSwitchError(
+            f"the fleet of {', '.join(self.names)} did not answer {when}: others may serve other versions by now. "
+            "Serve nothing, and try again"
+        )
 
     def _behind(self) -> bool:
         order = self._order
@@ -205,10 +259,7 @@ class FleetReader:
                 raise WeightsError("the reader of the fleet was closed. Make a new one")
             if not self._may_serve():
                 cause = f" ({self._error})" if self._error else ""
-                raise WeightsSwitchError(
-                    f"the fleet of {', '.join(self.names)} did not answer within {deadline.timeout_s} s{cause}: others "
-                    "may serve other versions by now. Serve nothing, and call again"
-                )
+                raise self._silent(f"within {deadline.timeout_s} s{cause}")
             assert self._order is not None
             target = self._order.committed if self._behind() else None
         if target is not None:
@@ -259,6 +310,12 @@ class FleetReader:
         if prepare and proposed is not None:
             self._prepare(proposed, order.timeout_s)
 
+    def _switch_by_itself(self) -> None:
+        """Take what is committed, where the engine needs no `step`."""
+        if self._is_async and self._behind() and self._may_serve():
+            assert self._order is not None
+            self._take(self._order.committed, Deadline.of_call(self._timeout))
+
     def _prepare(self, target: Target, timeout_s: float) -> None:
         deadline, failed = Deadline(timeout_s), (0, "")
         try:
@@ -282,8 +339,10 @@ class FleetReader:
                 subscriber.forget_prefetched()
 
 
-def _leave(catalogue: CatalogueClient, names: tuple[str, ...], key: ReaderKey) -> None:
+def _leave(catalogue: CatalogueClient, names: tuple[str, ...], key: ReaderKey, own_keys: list[ReaderKey]) -> None:
     catalogue.tell("fleet", "leave", names, key, time.time_ns())
+    for own in own_keys:  # those of engines, which nobody else closes
+        catalogue.tell("leave", own)
 
 
 def _not_taken(name: str, number: int, cause: str) -> WeightsSwitchError:
@@ -291,6 +350,13 @@ def _not_taken(name: str, number: int, cause: str) -> WeightsSwitchError:
         f"the fleet serves version {number} of {name!r}, which this reader cannot take: {cause}. Let it switch to one "
         "that is there: Fleet.switch(version)"
     )
+
+
+def _check(reference: weakref.ref[FleetReader]) -> None:
+    """Let a reader that is not garbage say whether its engine may accept a request."""
+    reader = reference()
+    if reader is not None:
+        reader._check()
 
 
 def _run(reference: weakref.ref[FleetReader]) -> None:
@@ -305,6 +371,7 @@ def _run(reference: weakref.ref[FleetReader]) -> None:
             return
         try:
             reader._ask()
+            reader._switch_by_itself()
         except Exception as error:
             with reader._changed:
                 reader._error = error

@@ -10,11 +10,18 @@ from typing import Any, TypeVar
 import ray
 
 from raylane.core.deadline import Deadline
-from raylane.errors import WeightsError, WeightsInvalidError, WeightsMismatchError, WeightsTimeoutError
+from raylane.errors import (
+    WeightsError,
+    WeightsInvalidError,
+    WeightsMismatchError,
+    WeightsSwitchError,
+    WeightsTimeoutError,
+)
 from raylane.weights.engines.attachment import EngineUpdate, WantedVersion, check_pause, replace_method
 from raylane.weights.engines.vllm_plugin import WORKER_METHOD
 from raylane.weights.engines.vllm_worker import raise_error
 from raylane.weights.state.contents import ReaderState, check_initial, check_state
+from raylane.weights.state.readers import VersionKey
 
 _T = TypeVar("_T")
 POLL_S = 0.005
@@ -87,11 +94,14 @@ class VllmReaders:
         """Let the workers register under the key `reader`; `more` is passed on to them."""
         self.name, self.version = name, 0
         self._timeout, self._reader = timeout, reader
-        self._is_async = hasattr(engine, "pause_generation")
-        self._calls: _AsyncCalls | _LlmCalls = _AsyncCalls(engine) if self._is_async else _LlmCalls(engine)
+        self.is_async = hasattr(engine, "pause_generation")
+        """True for an `AsyncLLM`."""
+        self.is_closed = False
+        """True after `close`."""
+        self._calls: _AsyncCalls | _LlmCalls = _AsyncCalls(engine) if self.is_async else _LlmCalls(engine)
         self._attached = False
-        self._pending_life = ""
-        """Life of the name to which the version belongs that the workers have prepared last."""
+        self._pending_life = self._life = ""
+        """Life of the name to which the version belongs that the workers have prepared last, and have taken last."""
         self._updating = asyncio.Lock()  # held during an update
         if not ray.is_initialized():
             raise WeightsError("this process is not connected to Ray. Call ray.init() first")
@@ -104,7 +114,7 @@ class VllmReaders:
             "timeout": timeout,
             **more,
         }
-        if not self._is_async:
+        if not self.is_async:
             run_now(self._attach())
 
     def update(self, *, at_least: int = 1, version: int | None = None, timeout: float | None = None) -> EngineUpdate:
@@ -122,7 +132,7 @@ class VllmReaders:
             WeightsInvalidError: Only some of the workers have exchanged their weights. Start the engine again.
             WeightsError: The versions of adapters have begun anew. Attach again.
         """
-        if self._is_async:
+        if self.is_async:
             raise TypeError("the engine is an AsyncLLM: await update_async()")
         return run_now(self.update_async(at_least=at_least, version=version, timeout=timeout))
 
@@ -135,7 +145,27 @@ class VllmReaders:
         async with self._updating:
             if not self._attached:  # an AsyncLLM cannot be called while `attach` runs
                 await self._attach()
-            return await self._take(wanted, deadline, began_s)
+            update = await self._take(wanted, deadline, began_s)
+            self._life = self._pending_life
+            return update
+
+    @property
+    def taken(self) -> VersionKey:
+        """Identity of the version that the engine has taken last."""
+        return VersionKey(self._life, self.version)
+
+    async def prepare_async(self, version: int, deadline: Deadline) -> VersionKey:
+        """Bring the version of this number to all workers, for an update that takes it; return its identity."""
+        async with self._updating:
+            if not self._attached:
+                await self._attach()
+            number = await self._prepared_version(WantedVersion(version, exact=True), deadline)
+            return VersionKey(self._pending_life, number)
+
+    async def forget_async(self) -> None:
+        """Let go what was prepared and not taken."""
+        async with self._updating:
+            await self._call_workers("forget", {})
 
     async def _take(self, wanted: WantedVersion, deadline: Deadline, began_s: float) -> EngineUpdate:
         """Bring a version into all workers; `began_s` is when the update began."""
@@ -190,6 +220,7 @@ class VllmReaders:
 
     async def close_async(self) -> None:
         """Leave; the engine keeps its weights."""
+        self.is_closed = True
         await self._call_workers("close", {})
 
     def close(self) -> None:
@@ -215,10 +246,12 @@ class VllmAttachment(VllmReaders):
         check_initial(initial)
         self._pause, self._clear_cache, self._invalid, self._initial = pause, clear_cache, False, initial
         self.state = ReaderState.INITIAL
+        self.check_fleet: Callable[[], None] | None = None
+        """Raises WeightsSwitchError if the fleet of this engine does not permit requests; None without a fleet."""
         super().__init__(engine, name, reader="", **options)
         # Each request passes here right before it is counted as under way.
         processor = getattr(engine, "llm_engine", engine).output_processor
-        sleep = self._sleep_async if self._is_async else self._sleep
+        sleep = self._sleep_async if self.is_async else self._sleep
         self._undo = [replace_method(processor, "add_request", self._check_and_add)]
         if hasattr(engine, "sleep"):
             self._undo.append(replace_method(engine, "sleep", sleep))
@@ -231,10 +264,13 @@ class VllmAttachment(VllmReaders):
         try:
             if self._undo:  # else it was closed, and another gate has wrapped this one since
                 self.check(initial=self._initial)
-        except WeightsInvalidError as error:
-            from raylane.weights.engines.vllm_errors import EngineEmptyError
+                if self.check_fleet is not None:
+                    self.check_fleet()
+        except (WeightsInvalidError, WeightsSwitchError) as error:
+            from raylane.weights.engines.vllm_errors import EngineEmptyError, EngineSilentError
 
-            raise EngineEmptyError(str(error)) from None
+            kind = EngineEmptyError if isinstance(error, WeightsInvalidError) else EngineSilentError
+            raise kind(str(error)) from None
         return add_request(*args, **kwargs)
 
     def _sleep(self, sleep: Callable[..., Any], level: int = 1, *args: Any, **kwargs: Any) -> Any:

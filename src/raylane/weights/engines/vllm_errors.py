@@ -9,18 +9,31 @@ from typing import Any
 
 from vllm.exceptions import VLLMValidationError
 
-from raylane.errors import WeightsInvalidError, WeightsLostError
+from raylane.errors import WeightsInvalidError, WeightsLostError, WeightsSwitchError
 
 
-class AdapterLostError(WeightsLostError, VLLMValidationError):  # type: ignore[misc]
-    """A request names a version of adapters that the engine has not. The engine goes on."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return WeightsLostError(self.message, **self.fields).__reduce__()
-
-
-class EngineEmptyError(WeightsInvalidError, VLLMValidationError):  # type: ignore[misc]
-    """A request came before the engine has a version, or after it has lost its weights. The engine goes on."""
+class _RequestError(VLLMValidationError):  # type: ignore[misc]
+    """An error of a request, beside a class of raylane's. The engine goes on."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return WeightsInvalidError(self.message, **self.fields).__reduce__()
+        kind = type(self).__bases__[0]
+        reduced: tuple[Any, ...] = kind(self.message, **self.fields).__reduce__()
+        return reduced
+
+
+class AdapterLostError(WeightsLostError, _RequestError):
+    """A request names a version of adapters that the engine has not."""
+
+    __reduce__ = _RequestError.__reduce__
+
+
+class EngineEmptyError(WeightsInvalidError, _RequestError):
+    """A request came before the engine has a version, or after it has lost its weights."""
+
+    __reduce__ = _RequestError.__reduce__
+
+
+class EngineSilentError(WeightsSwitchError, _RequestError):
+    """A request came while the fleet of the engine does not answer."""
+
+    __reduce__ = _RequestError.__reduce__

@@ -226,6 +226,10 @@ class WorkerReader:
         """Note that the model lost its weights: the next version is loaded, also if it is the same one."""
         self._subscriber.invalidate()
 
+    def forget(self, _: dict[str, Any]) -> None:
+        """Let go what was prepared and not exchanged."""
+        self._subscriber.forget_prefetched()
+
     def close(self, _: dict[str, Any]) -> None:
         """Leave; the model keeps its weights."""
         self._subscriber.close()
