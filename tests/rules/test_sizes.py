@@ -28,7 +28,7 @@ BUDGETS = {
     "training": 7425,
     "transport": 7790,
     "weights": 6945,
-    "workers": 1544,
+    "workers": 1690,
 }
 """Lines of code of each package, and of the modules beside them, without docstrings, comments and blank lines.
 

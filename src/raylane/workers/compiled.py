@@ -358,6 +358,20 @@ class CompiledWorkerGroup(WorkerGroup):
         self._send_within = Deadline(timeout / 2)
         return super().shutdown(timeout, cleanup_method)
 
+    @property
+    def _runs_beside_ray(self) -> bool:
+        return self.compiled
+
+    def _forget_calls(self) -> None:
+        # Before the lock: a thread that waits for its turn holds it, and wakes when its graph ends.
+        graphs = [*self._graphs.values()]
+        with self._lock:
+            # Kept until the next one is compiled: with its last graph the thread of a worker would end.
+            self._ended += graphs
+            self._graphs, self._unsettled = {}, set()
+            self._enter(CallingEvent.RESTART)
+            super()._forget_calls()
+
     def _end_processes(self, deadline: float, *, keep_places: bool = False) -> bool:
         # Before the lock: a thread that waits for its turn holds it, and wakes when its graph ends.
         for graph in [*self._graphs.values(), *self._ended]:

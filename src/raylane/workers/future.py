@@ -6,7 +6,7 @@ because of the failure, for example in a collective with a dead member.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -72,6 +72,8 @@ class GroupFuture:
     """Failures of the group, to which this future adds its own when it is read for the first time."""
     generation: int = 0
     """Number of failures that had been read when the call was sent."""
+    on_loss: Callable[[], None] | None = None
+    """Called when a worker has died, once: others may wait for it in a collective."""
     _counted: bool = False
 
     @property
@@ -100,11 +102,13 @@ class GroupFuture:
         """
         try:
             values = self.calls.values(self.label, self.plan, Deadline(timeout))
-        except WorkerGroupError:
+        except WorkerGroupError as error:
             if not self._counted:
                 self._counted = True
                 self.failures.count += 1
                 self.failures.last = self.label
+                if isinstance(error, WorkerLostError) and self.on_loss is not None:
+                    self.on_loss()
             raise
         if values is None:
             late = self.late_ranks()

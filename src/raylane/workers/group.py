@@ -34,7 +34,7 @@ from raylane.transport.api import put
 from raylane.workers.batch import BatchDict
 from raylane.workers.dispatch import DispatchPlan, WorkerCall, check_nesting, plan_call, plan_ranks, take
 from raylane.workers.future import Failures, GroupFuture, PendingCalls, RefCalls
-from raylane.workers.host import CONSTRUCT, Arguments, Seat, WorkerHost
+from raylane.workers.host import CONSTRUCT, REGROUP, Arguments, Seat, WorkerHost
 from raylane.workers.methods import check_call, check_constructor, check_worker_class
 from raylane.workers.options import WorkerOptions
 from raylane.workers.places import Places, Share, release
@@ -44,6 +44,8 @@ _log = logging.getLogger(__name__)
 
 _KILL_RESERVE_S = 5.0
 """Seconds of shutdown's time (at most half of it) that are reserved for killing the actors after a cleanup."""
+ANSWER_S = 2.0
+"""Seconds in which a living worker answers a call that does not wait."""
 STUCK_S = 5.0
 """Seconds after which workers that have not finished a failed call count as stuck, when the next call is sent."""
 
@@ -237,7 +239,9 @@ class WorkerGroup:
     def _future(self, dispatch: Dispatch) -> GroupFuture:
         """Send a call that was checked, and return its future."""
         calls = self._deliver(dispatch)
-        future = GroupFuture(dispatch.label, dispatch.plan, calls, self._failures, self._failures.count)
+        # Not the group itself: one that is dropped has to be collected at once.
+        free = functools.partial(_free, list(self._actors), self._failures) if self._runs_beside_ray else None
+        future = GroupFuture(dispatch.label, dispatch.plan, calls, self._failures, self._failures.count, free)
         self._under_way.append(future)
         return future
 
@@ -277,20 +281,32 @@ class WorkerGroup:
             self._dropped.atexit = False  # Ray ends the placement group with the driver
         places = self._places
         # Create all actors before waiting for any of them, so that their processes start in parallel.
-        remote_host, name = ray.remote(WorkerHost), self.worker_class.__name__
-        for rank, bundle in enumerate(places.indices):
-            seat = PlacementGroupSchedulingStrategy(places.placement, placement_group_bundle_index=bundle)
-            options = self._options.remote_options(rank)
-            self._actors.append(remote_host.options(scheduling_strategy=seat, **options).remote(rank, name))
+        for rank in range(self.size):
+            self._actors.append(self._new_actor(rank))
         located = self._take_seats(deadline)
         order = places.settle(located, named=bool(self._options.name_prefix))  # a name has the rank in it
         if order != list(range(self.size)):
             self._actors = [self._actors[index] for index in order]
             located = self._take_seats(deadline)
         _warn_of_niceness(max(seat.niceness for seat in located))
-        self.node_ids = tuple(seat.node_id for seat in located)
-        self._env = [a | b for a, b in zip(_rank_variables(located), places.variables(self._share), strict=True)]
+        self._seat(located)
         self._first_results(self._construct(range(self.size)), deadline)
+
+    def _new_actor(self, rank: int) -> Any:
+        """Create the actor of a rank in its place. Does not wait for its process."""
+        assert self._places is not None
+        bundle = self._places.indices[rank]
+        seat = PlacementGroupSchedulingStrategy(self._places.placement, placement_group_bundle_index=bundle)
+        options = self._options.remote_options(rank)
+        remote_host = ray.remote(WorkerHost).options(scheduling_strategy=seat, **options)
+        return remote_host.remote(rank, self.worker_class.__name__)
+
+    def _seat(self, located: Sequence[Seat]) -> None:
+        """Note where the workers are."""
+        assert self._places is not None
+        self.node_ids = tuple(seat.node_id for seat in located)
+        variables = self._places.variables(self._share)
+        self._env = [ranks | own for ranks, own in zip(_rank_variables(located), variables, strict=True)]
 
     def _take_places(self, deadline: Deadline) -> tuple[Places, Share]:
         other = self._options.colocate
@@ -303,14 +319,14 @@ class WorkerGroup:
             raise WorkerGroupError(f"colocate: {other!r} has no places any more. Start it first")
         return other._places, other._places.join(self._options.needs(), self.size)
 
-    def _take_seats(self, deadline: Deadline) -> list[Seat]:
-        seats = [actor.take_seat.remote(rank) for rank, actor in enumerate(self._actors)]
+    def _take_seats(self, deadline: Deadline, *, again: bool = False) -> list[Seat]:
+        seats = [actor.take_seat.remote(rank, again=again) for rank, actor in enumerate(self._actors)]
         label = f"{self.worker_class.__name__}.starting"
         starting = GroupFuture(label, plan_call(self.sharding), RefCalls(seats), self._failures)
         return self._first_results(starting, deadline)
 
-    def _construct(self, ranks: Sequence[int]) -> GroupFuture:
-        """Construct the workers of these ranks, each with its own environment variables."""
+    def _construct(self, ranks: Sequence[int], method: str = CONSTRUCT) -> GroupFuture:
+        """Construct the workers of these ranks, each with its own environment variables; or form the group again."""
         # Pickled once for all ranks, and as Ray does it: classes of scripts and of modules registered by value travel.
         packed, held = references.pack((self.worker_class, *self._init))
         if held:  # by a plain call in any group: Ray counts the references of its own calls alone
@@ -319,8 +335,13 @@ class WorkerGroup:
                 ray.get(sent, timeout=self._options.start_timeout_s)
         plan = DispatchPlan(tuple(WorkerCall(rank, (rank,), returns=True) for rank in ranks), ())
         slices: dict[Path, Arguments] = {(rank,): ((), {"env": self._env[rank]}) for rank in plan.called_ranks}
-        label = f"{self.worker_class.__name__}.{CONSTRUCT}"
-        return self._future(Dispatch(label, CONSTRUCT, plan, slices, {"packed": packed}))
+        label = f"{self.worker_class.__name__}.{method}"
+        return self._future(Dispatch(label, method, plan, slices, {"packed": packed}))
+
+    @property
+    def _runs_beside_ray(self) -> bool:
+        """True if methods do not keep Ray's thread of a worker from other calls."""
+        return False
 
     def _first_results(self, future: GroupFuture, deadline: Deadline) -> list[Any]:
         """Wait for one startup call of every rank; the error of a timeout names start_timeout_s."""
@@ -349,15 +370,29 @@ class WorkerGroup:
         self._failures.count += 1  # what was sent before must not run in the workers that stayed alive
         self._construct([rank]).results(timeout)
 
-    def recover(self) -> None:
-        """End all worker processes and start the group again, after a worker died or is stuck; wait until it is ready.
+    def recover(self) -> tuple[int, ...]:
+        """Start the group again after a worker died or is stuck; wait until it is ready. Return the ranks that are new.
 
-        The processes and the workers are new, and the placement group too unless groups share it (`colocate`); their
-        state is lost. Futures of earlier calls raise WorkerLostError. Raises the errors of the constructor; then no
-        worker is left, and you may call `recover` again.
+        If the worker class has a method `on_regroup(rank, world)`, only processes that have ended, or do not leave
+        their method within 5 s, are replaced. The other workers keep their state: their process groups are destroyed,
+        and `on_regroup` makes new ones, while the constructor does that in the new workers. If either raises, or
+        without the method, all processes and workers are new, and the placement group too unless groups share it
+        (`colocate`).
+
+        Futures of earlier calls raise WorkerLostError. Raises the errors of the constructor; then no worker is left,
+        and you may call `recover` again.
         """
         if self._closed:
             raise WorkerGroupError(f"{self!r}: recover cannot be called after shutdown. Start a new group")
+        if hasattr(self.worker_class, REGROUP) and self._actors:
+            try:
+                new = self._regroup(Deadline(self._options.start_timeout_s))
+                if new is not None:
+                    return new
+            except WorkerGroupError as error:
+                _log.warning(
+                    "%r: the group could not be formed again, so all its workers are new: %s", self, str(error)
+                )
         shared = self._options.colocate is not None or (self._places is not None and self._places.is_shared)
         self._end_processes(time.monotonic() + _KILL_RESERVE_S, keep_places=shared)
         self._failures, self._under_way, self._broken = Failures(), [], None
@@ -367,6 +402,31 @@ class WorkerGroup:
             # No worker is left, and `recover` may be called again: the group itself stays open.
             self._end_processes(time.monotonic() + _KILL_RESERVE_S)
             raise
+        return tuple(range(self.size))
+
+    def _regroup(self, deadline: Deadline) -> tuple[int, ...] | None:
+        """Replace the ranks that do not answer, and form the group again; return the new ones. None if none answers."""
+        self._failures.count += 1
+        freed = [actor.free.remote(self._failures.count, STUCK_S) for actor in self._actors]
+        ready = Deadline(STUCK_S + ANSWER_S)
+        lost = tuple(rank for rank, ref in enumerate(freed) if not _is_true(ref, ready))
+        if len(lost) == self.size:
+            return None
+        self._forget_calls()
+        gone = [self._actors[rank] for rank in lost]
+        for actor in gone:
+            ray.kill(actor)
+        if not _wait_dead(gone, time.monotonic() + _KILL_RESERVE_S):
+            raise WorkerGroupError(f"{self!r}: ranks {list(lost)} have not ended")
+        for rank in lost:
+            self._actors[rank] = self._new_actor(rank)
+        self._seat(self._take_seats(deadline, again=True))
+        are_new = self._first_results(self._construct(range(self.size), REGROUP), deadline)
+        return tuple(rank for rank, is_new in enumerate(are_new) if is_new)
+
+    def _forget_calls(self) -> None:
+        """Forget the calls that were sent: their workers have left them, or are lost."""
+        self._under_way, self._broken = [], None
 
     def shutdown(self, timeout: float = 30.0, cleanup_method: str | None = None) -> bool:
         """End all workers, and remove the placement group unless other groups use it; wait about `timeout` seconds.
@@ -452,6 +512,20 @@ class _TrialPickler(_ray.CloudPickler):  # type: ignore[misc]  # untyped base
 
     def persistent_id(self, value: Any) -> str | None:
         return "" if references.is_counted(value) else None
+
+
+def _free(actors: Sequence[Any], failures: Failures) -> None:
+    """End the collectives of these workers: one that died can join no more. Does not wait."""
+    for actor in actors:
+        actor.free.remote(failures.count, 0.0)
+
+
+def _is_true(ref: Any, deadline: Deadline) -> bool:
+    """Return True if a call has answered so; False if its actor has died, or does not answer in time."""
+    try:
+        return bool(ray.get(ref, timeout=deadline.left_s()))
+    except (RayActorError, ray.exceptions.GetTimeoutError):
+        return False
 
 
 def _put_arrays(value: Any) -> Any:

@@ -25,9 +25,13 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from raylane import _ray
 from raylane.errors import WorkerCallError, WorkerLostError
 from raylane.graph.values import references
+from raylane.workers.collectives import end_collectives, leave_process_groups
 
 CONSTRUCT = "__init__"
 """Method of a call that constructs the worker, with the arguments of `WorkerHost._construct`."""
+REGROUP = "on_regroup"
+"""Method of a call by which a group is formed again: it constructs a worker that is not there, and calls this method of
+the others."""
 
 Head: TypeAlias = tuple[int, str]
 """(generation, method). The generation is the number of failures that the driver had read when it sent the call."""
@@ -78,8 +82,13 @@ class WorkerHost:
         # Ray begins each line of an actor's output with it.
         return f"{self._name} rank {self._rank}"
 
-    def take_seat(self, rank: int) -> Seat:
-        """Take a rank and return the location of this process; on rank 0 also open the store that MASTER_PORT names."""
+    def take_seat(self, rank: int, *, again: bool = False) -> Seat:
+        """Take a rank and return the location of this process; on rank 0 also open the store that MASTER_PORT names.
+
+        With `again` that is a new store: the keys of process groups that have ended would mislead new ones.
+        """
+        if again:
+            self._store = None
         if rank != self._rank:
             self._rank, self._store = rank, None
             for stream in (sys.stdout, sys.stderr):  # so Ray 2.60 learns how the lines of this actor begin
@@ -133,6 +142,16 @@ class WorkerHost:
         self._oldest_accepted = max(self._oldest_accepted, generation)
         return self._idle.wait(within_s)
 
+    def free(self, generation: int, within_s: float) -> bool:
+        """Do as `fence`, and end the collectives in which the method waits: a rank of the group is gone.
+
+        Process groups of a worker that runs no method stay as they are.
+        """
+        self._oldest_accepted = max(self._oldest_accepted, generation)
+        if not self._idle.is_set():
+            end_collectives()
+        return self._idle.wait(within_s)
+
     def run(self, shared: Any, own_arguments: Arguments | None = None) -> Any:
         """Run a method with this worker's own arguments and the common ones.
 
@@ -157,13 +176,16 @@ class WorkerHost:
             refused = None
             if generation < self._oldest_accepted:
                 refused = "it was sent before the group lost a graph"
-            elif self._failed is not None and generation <= self._failed[0] and method != CONSTRUCT:
+            elif self._failed is not None and generation <= self._failed[0] and method not in (CONSTRUCT, REGROUP):
                 refused = f"an earlier call, {self._failed[1]}, raised here. Read its result first, then call again"
             if refused is not None:
                 raise WorkerCallError(f"rank {self._rank} refused {method}: {refused}", rank=self._rank, from_host=True)
-            if method == CONSTRUCT:
+            if method == CONSTRUCT or (method == REGROUP and self._worker is None):
                 self._construct(*args, **kwargs)
-                return None
+                return True
+            if method == REGROUP:
+                self._regroup(**kwargs)
+                return False
             if self._worker is None:
                 raise WorkerLostError(
                     f"rank {self._rank} has no worker: Ray restarted its process. Call rebuild_worker({self._rank})",
@@ -193,6 +215,15 @@ class WorkerHost:
             held, self._held = self._held, []
             worker_class, args, kwargs = references.unpack(packed, held)
             self._worker = worker_class(*args, **kwargs)
+
+    def _regroup(self, env: Mapping[str, str], packed: bytes) -> None:
+        """Leave the process groups, set the rank variables, and let the worker make its process groups anew."""
+        del packed  # for ranks without a worker
+        self._failed, self._held = None, []
+        leave_process_groups()
+        os.environ.update(env)
+        with _raised_as_sendable():
+            self._worker.on_regroup(int(env["RANK"]), int(env["WORLD_SIZE"]))
 
 
 @contextmanager
