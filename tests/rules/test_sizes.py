@@ -18,7 +18,7 @@ LONG_FUNCTIONS: dict[str, str] = {}
 PACKAGE = ROOT / "src" / "raylane"
 BUDGETS = {
     "cli": 1211,
-    "core": 1984,
+    "core": 1990,
     "graph": 6738,
     "modules": 684,
     "nemo": 982,
@@ -27,7 +27,7 @@ BUDGETS = {
     "testing": 206,
     "training": 7425,
     "transport": 7790,
-    "weights": 6945,
+    "weights": 7010,
     "workers": 1690,
 }
 """Lines of code of each package, and of the modules beside them, without docstrings, comments and blank lines.

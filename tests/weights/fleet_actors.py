@@ -68,6 +68,25 @@ class Reader:
 
         next(iter(self.reader._subscribers.values())).fetch = fetch  # type: ignore[method-assign]
 
+    def prepare_slowly(self) -> None:
+        """Let the next preparation wait until `end_preparation`."""
+        self.prepared = threading.Event()
+        subscriber = next(iter(self.reader._subscribers.values()))
+        fetch = subscriber.fetch
+
+        def fetch_slowly(*args: Any, **options: Any) -> Any:
+            assert self.prepared.wait(WAIT_S)
+            return fetch(*args, **options)
+
+        subscriber.fetch = fetch_slowly  # type: ignore[method-assign]
+
+    def end_preparation(self) -> None:
+        self.prepared.set()
+
+    def answered_s(self) -> float:
+        """Return when the report was sent that was answered last."""
+        return self.reader._answered_s
+
     def pid(self) -> int:
         return os.getpid()
 

@@ -17,6 +17,7 @@ from raylane.core.process.place import start_ticks
 from raylane.errors import WeightsError, WeightsLostError, WeightsMismatchError
 from raylane.weights.layout.boxes import Box, HeldBox, StoredLayout, TensorLayout, store
 from raylane.weights.memory.buckets import Label, check_host
+from raylane.weights.service.actors import NAMESPACE, actor_names
 from raylane.weights.service.client import all_memory
 
 WAIT_S = 60
@@ -85,12 +86,15 @@ class Reader:
     def call(self, method: str) -> Any:
         return getattr(self.subscriber, method)()
 
+    def state(self) -> str:
+        return str(self.subscriber.state.value)
+
     def opened(self) -> int:
         return device_stand_ins.opened()
 
 
 @pytest.fixture
-def start(cluster: None, weights_service: None) -> Iterator[Start]:
+def start(cluster: None) -> Iterator[Start]:
     """Return a function that starts an actor. Afterwards all actors end, and the name is dropped."""
     actors = []
 
@@ -170,6 +174,46 @@ def test_buckets_end_with_released_versions_and_publishers(start: Start) -> None
     ray.get(trainer.call.remote("close"), timeout=WAIT_S)
     with pytest.raises(WeightsLostError, match=r"closed its publisher.*transport='host'"):
         ray.get(start(Reader).update.remote(), timeout=WAIT_S)
+
+
+def test_prefetched_versions_of_closed_publishers_spoil_nothing(start: Start) -> None:
+    trainer, reader = start(Trainer, 0, 1), start(Reader)
+    publish([trainer], 1)
+    assert ray.get(reader.update.remote(), timeout=WAIT_S) == (1, True)
+    publish([trainer], 2)
+    assert ray.get(reader.call.remote("prefetch"), timeout=WAIT_S) == 2
+    ray.get(trainer.call.remote("close"), timeout=WAIT_S)
+    for method in ("update", "prefetch", "update"):
+        with pytest.raises(WeightsLostError, match="closed its publisher"):
+            ray.get(reader.call.remote(method), timeout=WAIT_S)
+    assert ray.get([reader.state.remote(), reader.has.remote(1)], timeout=WAIT_S) == ["valid", True]
+
+
+def test_versions_after_the_death_of_a_keeper_stay(start: Start, eventually: Callable[..., None]) -> None:
+    trainer, reader = start(Trainer, 0, 1, keep=3), start(Reader)
+    for step in (1, 2):
+        publish([trainer], step)
+    (keeper,) = actor_names("keeper of ")
+    ray.kill(ray.get_actor(keeper, NAMESPACE))
+    eventually(lambda: {version.state for version in weights.versions("policy")} == {"lost"})
+    numbers = [publish([trainer], step) for step in (3, 4)]
+    for number in numbers:
+        assert ray.get(reader.update.remote(number), timeout=WAIT_S) == (number, True)
+    assert ray.get(trainer.buckets.remote(), timeout=WAIT_S) == 2
+
+
+def test_readers_unmap_what_a_change_of_ranks_has_ended(start: Start) -> None:
+    ranks, reader = [start(Trainer, rank, 2, digests=True) for rank in range(2)], start(Reader, verify="each")
+    for step in (1, 2):
+        publish(ranks, step)
+        ray.get(reader.update.remote(), timeout=WAIT_S)
+    for rank in ranks:
+        ray.get(rank.call.remote("close"), timeout=WAIT_S)
+    alone = start(Trainer, 0, 1, digests=True)
+    for step in (3, 4):
+        number = publish([alone], step)
+        assert ray.get(reader.update.remote(), timeout=WAIT_S) == (number, True)
+    assert ray.get(reader.opened.remote(), timeout=WAIT_S) <= 2 * 2  # by copies, and by the verification
 
 
 def test_readers_that_cannot_take_from_a_device_are_told_so(start: Start) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import os
@@ -18,6 +19,7 @@ from torch.nn import Linear
 from raylane import weights
 from raylane.errors import WeightsError, WeightsSwitchError, WeightsTimeoutError, WeightsVersionError
 from raylane.weights import fleet as fleet_module
+from raylane.weights.engines.vllm_engine import VllmAttachment
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("weights_service")]
 
@@ -87,6 +89,37 @@ def test_none_switches_when_one_cannot(start: Start, eventually: Callable[..., N
     dying.join()
     assert fleet.switch(2) == {"policy": 2}
     assert answers(readers[:1]) == [({"policy": 2}, {2.0})]
+
+
+def test_a_reader_reports_while_it_prepares(start: Start, eventually: Callable[..., None]) -> None:
+    """Else it would count as silent, and serve nothing, when a version takes long to come."""
+    trainer, (reader,), fleet = serving_version_1(start, 1)
+    ray.get(trainer.publish.remote(2))
+    ray.get(reader.prepare_slowly.remote())
+    before = ray.get(reader.answered_s.remote())
+    with pytest.raises(WeightsSwitchError, match="was not ready in time"):
+        fleet.switch(2, timeout=3)
+    eventually(lambda: ray.get(reader.answered_s.remote()) > before + 1, within_s=30)
+    assert answers([reader]) == [({"policy": 1}, {1.0})]
+    ray.get(reader.end_preparation.remote())
+    assert fleet.switch(2) == {"policy": 2}
+    assert answers([reader]) == [({"policy": 2}, {2.0})]
+
+
+def test_an_async_engine_has_a_reader_of_its_own(cluster: None) -> None:
+    engine = VllmAttachment.__new__(VllmAttachment)
+    engine.name, engine.is_async = "policy", True
+    draft = weights.Subscriber("draft", {"w": torch.zeros(4)})
+
+    async def join() -> None:
+        weights.FleetReader([engine, draft])
+
+    with pytest.raises(RuntimeError, match="in a coroutine, on the engine's loop"):
+        weights.FleetReader([engine])
+    with pytest.raises(TypeError, match="switches by itself, and the readers of 'draft' at step"):
+        asyncio.run(join())
+    draft.close()
+    weights.drop("draft")
 
 
 def test_a_reader_in_a_long_step_switches_at_its_end(start: Start) -> None:

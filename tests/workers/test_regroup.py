@@ -26,7 +26,7 @@ def sums(group: WorkerGroup, **options: Any) -> list[tuple[float, int, int]]:
     return group.call("sum", 1.0, common=options).results(60)
 
 
-@pytest.mark.claim("worker groups", "a dead rank ends the collectives of the others, and recover() starts that rank alone")
+@pytest.mark.claim("worker groups", "a dead rank ends the collectives of the others, and is replaced alone")
 def test_survivors_of_a_collective_keep_state_and_process(cluster: None) -> None:
     with CompiledWorkerGroup(Summer, RANKS, options=SMALL) as group:
         before = sums(group)

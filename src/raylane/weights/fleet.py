@@ -14,10 +14,11 @@ import functools
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from raylane.core.deadline import Deadline
+from raylane.core.listing import listed
 from raylane.errors import WeightsError, WeightsSwitchError, WeightsTimeoutError, WeightsVersionError
 from raylane.weights.engines.module import ModuleAttachment
 from raylane.weights.engines.vllm_engine import VllmAttachment
@@ -153,8 +154,14 @@ class FleetReader:
             self._readers[reader.name] = reader
             self._subscribers[reader.name] = reader if isinstance(reader, Subscriber) else reader.subscriber
         self.names = _names([reader.name for reader in readers])
-        self._is_async = any(engine.attachment.is_async for engine in self._engines)
+        self._is_async = any(map(_is_async, self._subscribers.values()))
         """True if this reader switches on its own thread, beside the steps of an `AsyncLLM`."""
+        others = [name for name, each in self._subscribers.items() if not _is_async(each)]
+        if self._is_async and others:
+            raise TypeError(
+                f"an AsyncLLM switches by itself, and the readers of {listed(others)} at step(): make a FleetReader of "
+                "each kind"
+            )
         self._key = self._subscribers[self.names[0]].key
         self._order: Order | None = None
         self._answered_s = float("-inf")
@@ -162,13 +169,21 @@ class FleetReader:
         self._serving = self._ready = NO_TARGET
         self._failed: tuple[int, str] = (0, "")
         self._turn = time.time_ns()
+        self._wasted = False
+        """True if what was prepared is to be let go."""
+        self._working = False
+        """True while a thread prepares versions, or switches an `AsyncLLM`: the other one goes on to report."""
         self._closed = False
         own_keys = [engine.key for engine in self._engines]
         self._leave = weakref.finalize(self, _leave, self._catalogue, self.names, self._key, own_keys)
         self._error: Exception | None = None
+        self._take_error: Exception | None = None
+        """Why an `AsyncLLM` could not switch."""
         self._thread = threading.Thread(target=_run, args=(weakref.ref(self),), name="raylane-fleet", daemon=True)
+        self._gate = functools.partial(_check, weakref.ref(self))
+        """What the engines ask before they accept a request."""
         for engine in self._engines:
-            engine.attachment.check_fleet = functools.partial(_check, weakref.ref(self))
+            engine.attachment.check_fleet = self._gate
         self._thread.start()
 
     @property
@@ -215,7 +230,7 @@ class FleetReader:
             self._closed = True
             self._changed.notify_all()
         for engine in self._engines:
-            engine.attachment.check_fleet = None
+            engine.close(self._gate)
         self._leave()
 
     # Parts of the above
@@ -233,8 +248,9 @@ class FleetReader:
 
     def _check(self) -> None:
         """Raise WeightsSwitchError if an engine must not accept requests now."""
-        if not self._may_serve() or (self._behind() and self._error is not None):
-            cause = f" ({self._error})" if self._error else ""
+        error = self._error or self._take_error
+        if not self._may_serve() or (self._behind() and self._take_error is not None):
+            cause = f" ({error})" if error else ""
             raise self._silent(f"in time{cause}")
 
     def _silent(self, when: str) -> WeightsSwitchError:
@@ -283,6 +299,7 @@ class FleetReader:
                 raise _not_taken(name, number, "there is another one of this number")
         with self._changed:
             self._serving = self._ready = target
+            self._take_error = None
             report = self._report()
         self._catalogue.tell("fleet", "tell", self.names, self._key, report)
 
@@ -299,22 +316,42 @@ class FleetReader:
         order: Order = self._catalogue.call("fleet", *arguments, deadline=Deadline(CONTACT_S + ANSWER_S))
         with self._changed:
             self._order, self._answered_s, self._error = order, sent_s, None
-            wasted = self._ready not in (self._serving, order.committed, order.proposed) and not order.undecided
-            if wasted:
-                self._ready = self._serving
-            proposed = order.proposed
-            prepare = proposed is not None and self._ready != proposed and self._failed[0] != proposed.number
+            if self._ready not in (self._serving, order.committed, order.proposed) and not order.undecided:
+                self._ready, self._wasted = self._serving, True
             self._changed.notify_all()
-        if wasted:
-            self._forget_prefetched()
-        if prepare and proposed is not None:
-            self._prepare(proposed, order.timeout_s)
+            begins = not self._working and self._next_work() is not None
+            self._working = self._working or begins
+        if begins:
+            threading.Thread(target=self._work, name="raylane-fleet-work", daemon=True).start()
 
-    def _switch_by_itself(self) -> None:
-        """Take what is committed, where the engine needs no `step`."""
+    def _next_work(self) -> Callable[[], None] | None:
+        """Return what is to be done beside the reports; None if there is nothing. Call it with `_changed`."""
+        order = self._order
+        if order is None or self._closed:
+            return None
+        proposed = order.proposed
+        if self._wasted:
+            return self._forget_prefetched
+        if proposed is not None and self._ready != proposed and self._failed[0] != proposed.number:
+            return functools.partial(self._prepare, proposed, order.timeout_s)
         if self._is_async and self._behind() and self._may_serve():
-            assert self._order is not None
-            self._take(self._order.committed, Deadline.of_call(self._timeout))
+            return functools.partial(self._take, order.committed, Deadline.of_call(self._timeout))
+        return None
+
+    def _work(self) -> None:
+        """Do what is to be done, until there is nothing or it fails: then the next answer begins it again."""
+        while True:
+            with self._changed:
+                work = self._next_work()
+                self._working = work is not None
+            if work is None:
+                return
+            try:
+                work()
+            except Exception as error:
+                with self._changed:
+                    self._take_error, self._working = error, False
+                return
 
     def _prepare(self, target: Target, timeout_s: float) -> None:
         deadline, failed = Deadline(timeout_s), (0, "")
@@ -326,14 +363,18 @@ class FleetReader:
                     raise _not_taken(name, version.number, "there is another one of this number")
         except Exception as error:  # also of Ray or of the system: whatever it is, the fleet must learn of it
             failed = target.number, f"{type(error).__name__}: {error}"
+        if failed[0]:  # what others have prefetched would hold their trainers up
+            self._forget_prefetched()
         with self._changed:
             self._failed = failed
             if not failed[0]:
                 self._ready = target
-        if failed[0]:  # what others have prefetched would hold their trainers up
-            self._forget_prefetched()
+            report = self._report()
+        self._catalogue.tell("fleet", "tell", self.names, self._key, report)
 
     def _forget_prefetched(self) -> None:
+        with self._changed:
+            self._wasted = False
         for subscriber in self._subscribers.values():
             if not subscriber.is_closed:
                 subscriber.forget_prefetched()
@@ -350,6 +391,10 @@ def _not_taken(name: str, number: int, cause: str) -> WeightsSwitchError:
         f"the fleet serves version {number} of {name!r}, which this reader cannot take: {cause}. Let it switch to one "
         "that is there: Fleet.switch(version)"
     )
+
+
+def _is_async(reader: Subscriber | EngineReader) -> bool:
+    return isinstance(reader, EngineReader) and reader.attachment.is_async
 
 
 def _check(reference: weakref.ref[FleetReader]) -> None:
@@ -371,7 +416,6 @@ def _run(reference: weakref.ref[FleetReader]) -> None:
             return
         try:
             reader._ask()
-            reader._switch_by_itself()
         except Exception as error:
             with reader._changed:
                 reader._error = error

@@ -25,6 +25,11 @@ class HeldVersion(NamedTuple):
     staged: dict[str, StagedFile] | None = None
     """Slots by part that windows are to show, where tensors are mapped and the version was prefetched."""
 
+    def is_gone(self) -> bool:
+        """Return True if the name of the version was dropped since it was held, or its memory is of another one."""
+        is_read = self.prepared is None
+        return any(slot.is_dropped() or (is_read and slot.is_replaced()) for slot in self.read)
+
     def check_present(self) -> None:
         """Raise WeightsLostError if the version is gone although it is held, as on a device whose process has died."""
         for slot in self.read:

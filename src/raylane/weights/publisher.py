@@ -6,7 +6,7 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -97,14 +97,15 @@ class Publisher:
             digests: True to compute a digest of each tensor with each version, with which readers verify what they
                 have taken. Computed from the tensors themselves, in the published dtype: converted a second time where
                 `dtype` asks for it. Those of CUDA tensors are computed from the copy in the version, so that errors on
-                the way to it are not found. Same for all ranks.
+                the way to it are not found; with `cuda_ipc` that is copied to the host. Same for all ranks.
             places: For plain tensors that are a part of a whole one: `Part` by name, or a function (name, tensor) that
                 returns one or None.
             detached: Keep the versions when this Ray job ends, until `drop`.
             transport: `host` keeps versions in shared memory. `cuda_ipc` keeps them on the CUDA device of each rank, in
                 `keep` buckets of the size of its part. Readers of the same host copy from there on the device, with
-                `apply="copy"` or `"swap"`. Such versions end with the process of the rank, with `close`, and when the
-                ranks or their tensors change. Same for all ranks.
+                `apply="copy"` or `"swap"`. Such versions, also held ones, end with the process of the rank, with
+                `close`, and when the ranks or the shapes of their tensors change; RAYLANE_BUDGET_BYTES does not count
+                them, and deltas are not used. Same for all ranks.
             max_lag: Readers that are more versions behind than this are named in metrics, and marked by `readers` and
                 `raylane weights`; None: none are. The same for all ranks.
             trainer: Text that is the same for all ranks of one start of the trainer, and never used again. It tells two
@@ -130,6 +131,8 @@ class Publisher:
             raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, got {transport!r}")
         if transport == "cuda_ipc":
             check_driver(name)
+            if detached:
+                raise ValueError("detached=True: versions of transport='cuda_ipc' end with the process of their rank")
         self.name = name
         self.rank, self.world, self._max_lag = rank, world, max_lag
         self._tensors = NamedTensors(model)
@@ -159,6 +162,8 @@ class Publisher:
             trainer,
         )
         """Registration of this rank; the start of the trainer in it stays when the name is dropped."""
+        self._device = device_of(tensors.values())
+        """Device of the buckets of `cuda_ipc`."""
         self._slots: dict[str, _WriteSlot] = {}
         """Slots of the current generation by path."""
         self._writes: dict[str, _Write] = {}
@@ -178,7 +183,8 @@ class Publisher:
     def publish(self, step: int, *, timeout: float | None = None) -> int:
         """Publish the present tensors as the next version; return its number.
 
-        Returns when they are safe: the trainer may write to its tensors and may die. Readers see the version when all
+        Returns when they are safe: the trainer may write to its tensors, and may die unless they are on its device
+        (`transport`). Readers see the version when all
         ranks have published it. Waits until the other ranks have registered and have published the version before, and
         until no reader holds the oldest version.
 
@@ -202,8 +208,7 @@ class Publisher:
                 self._register(deadline)
                 order = self._begin(step, deadline)
             number, place = order.version.number, order.place
-            self._free_buckets(place.path)
-            slot, lock_pages_again = self._slot(place, order.slots)
+            slot, lock_pages_again = self._slot(place, order.paths)
             copy, nbytes, digests = self._write(place.path, slot)
             if not self._begin_writing(slot, place, step, number, deadline) and lock_pages_again is not None:
                 lock_pages_again()  # the slot was emptied, perhaps
@@ -322,22 +327,18 @@ class Publisher:
                 self._forget_slots()
             self._memory = memory
 
-    def _free_buckets(self, path: str) -> None:
-        """Free the buckets of slots that have no version any more, except the one at this path."""
-        for other in [other for other, (slot, _) in self._slots.items() if other != path and slot.is_surplus()]:
-            self._slots.pop(other).slot.close()
-            self._writes.pop(other, None)
-
-    def _slot(self, place: SlotPlace, slots: int) -> _WriteSlot:
-        """Return a slot, one of so many; opened once."""
+    def _slot(self, place: SlotPlace, paths: Collection[str]) -> _WriteSlot:
+        """Return a slot; opened once. Close those of a keeper that has died, whose paths are not among these."""
         assert self._stored is not None
-        if len(self._slots) >= slots and place.path not in self._slots:
-            self._forget_slots()  # a keeper has died
+        for path in [path for path, (slot, _) in self._slots.items() if path != place.path]:
+            if path not in paths or self._slots[path].slot.is_surplus():
+                self._slots.pop(path).slot.close()
+                self._writes.pop(path, None)
         if place.path not in self._slots:
             tensors = self._tensors.distinct().values()
             if self._stored.on_device:
                 nbytes = self._stored.nbytes[self._stored.parts.index(self._registration.part)]
-                bucket = OwnBucket(place.path, place.ranks, nbytes, device_of(tensors))
+                bucket = OwnBucket(place.path, place.ranks, nbytes, self._device)
                 self._slots[place.path] = _WriteSlot(bucket, None)
             else:
                 slot = OpenSlot(place.path, place.ranks)

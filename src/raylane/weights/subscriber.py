@@ -22,7 +22,7 @@ from raylane.weights.held import HeldVersion
 from raylane.weights.layout.mapping import Mapping, layout_of_record
 from raylane.weights.layout.plan import Plan, make_plans
 from raylane.weights.layout.recording import Record
-from raylane.weights.memory.buckets import check_host, check_reader
+from raylane.weights.memory.buckets import check_host, check_reader, device_of
 from raylane.weights.memory.devices import PreparedCopy
 from raylane.weights.memory.slots import POLL_S, OpenSlot, StaleSlot
 from raylane.weights.memory.sources import MappedParts, Sources, views_to_map
@@ -59,11 +59,6 @@ class Update:
     nbytes: int
     """Bytes that were copied."""
     seconds: float
-
-
-def _was_dropped(held: HeldVersion) -> bool:
-    """Return True if the name of a version was dropped since it was held."""
-    return any(slot.is_dropped() for slot in held.read)
 
 
 class Subscriber:
@@ -111,12 +106,13 @@ class Subscriber:
         if apply not in APPLY:
             raise ValueError(f"apply must be one of {', '.join(APPLY)}, got {apply!r}")
         self.name, self.apply, self._subset = name, apply, subset
-        self._verification = Verification(name, verify)
         self._taken: TakenVersion | None = None
         """Version in the tensors; None before the first update."""
         self._version = NO_VERSION
         self.state = ReaderState.INITIAL
         self._tensors = model if isinstance(model, NamedTensors) else NamedTensors(model)
+        device = device_of(self._tensors.values())
+        self._verification = Verification(name, verify, device)
         if mapping is not None and places is not None:
             raise ValueError("a mapping says itself what goes where: pass either `mapping` or `places`")
         self._mapping = mapping
@@ -131,7 +127,7 @@ class Subscriber:
         """Number of updates that the catalogue was told of."""
         self._plan: Plan | None = None
         self._generation: GenerationKey | None = None
-        self._sources = Sources()
+        self._sources = Sources(device)
         self._windows = MappedParts()
         self._placed: list[torch.Tensor] | None = None
         """Pieces of the windows in which the tensors lie."""
@@ -197,7 +193,7 @@ class Subscriber:
             self._look_at_tensors()
             held = self._prefetched
             other = held is None or (held.offer.number != version if exact else held.offer.number < version)
-            if held is None or other or _was_dropped(held):
+            if held is None or other or held.is_gone():
                 held = self._hold(version, exact, deadline)
                 self._note_prefetched(held)
             self._prefetched, nbytes = None, 0
@@ -232,7 +228,7 @@ class Subscriber:
         with self._calling(deadline, "prefetched"):
             self._look_at_tensors()
             held = self._prefetched
-            if exact and held is not None and held.offer.number == version and not _was_dropped(held):
+            if exact and held is not None and held.offer.number == version and not held.is_gone():
                 return version
             held = self._hold(version, exact, deadline)
             if deadline.cancellation is not None and deadline.cancellation.cancelled:
@@ -347,8 +343,8 @@ class Subscriber:
         with locked(self._lock, Deadline.of_call(None), f"the reader of {self.name!r} cannot be closed"):
             self._closed = True
             self._leave()
-            self._sources.close()
-            self._verification.close()
+            self._sources.forget()
+            self._verification.forget()
             self._windows.forget()
             self._prefetched = None
             self._mapped.clear()
@@ -403,7 +399,8 @@ class Subscriber:
             record = self._mapping.recorded(offer.stored, self._tensors.distinct(), subset=self._subset)
             (self._plan,) = make_plans(offer.stored, [layout_of_record(record, offer.stored)], subset=True)
             self._record, self._regions = record, mapped_regions(self._plan, record)
-        self._sources.forget_views()
+        self._sources.forget(in_use=self._in_use())
+        self._verification.forget()
         self._windows.forget()
         self._generation = offer.generation
 
@@ -414,6 +411,8 @@ class Subscriber:
 
     def _hold(self, version: int, exact: bool, deadline: Deadline) -> HeldVersion:
         """Wait for this version, or the newest from it on; hold it in slots of this host (none if it is in use)."""
+        if self._prefetched is not None and self._prefetched.is_gone():
+            self._note_prefetched(None)
         while True:
             offer = self._offer(version, deadline, exact=exact)
             self._learn(offer)
@@ -550,6 +549,7 @@ class Subscriber:
                 self._tensors.exchange(self._new_memory(held, deadline))
                 return self._tensors.memory()
             copies[key] = self._prepare(held.paths, tensors)
+        held.check_present()  # before the tensors are touched
         self.state = ReaderState.INVALID  # until the caller notes that all was written
         copies[key].run(self._tensors.distinct)
         held.check_present()

@@ -87,7 +87,8 @@ class _Comparison:
         """Return the digests of what the slots with these memories have, by host."""
         key = tuple((host, memory.data_ptr()) for host, memory in memories.items())
         if key not in self._in_slots:
-            if len(self._in_slots) >= MOST_SLOTS:
+            # Views keep buckets of devices mapped, also those that were replaced.
+            if len(self._in_slots) >= MOST_SLOTS or self.plan.stored.on_device:
                 self._in_slots.clear()
             self._in_slots[key] = _SlotDigests(self.plan.stored, self.parts, self.dtypes, memories)
         return self._in_slots[key]
@@ -166,11 +167,11 @@ def _differing_constants(record: Record | None, tensors: Tensors) -> list[str]:
 class Verification:
     """Comparisons of one reader. Not thread-safe: its caller holds the reader's lock."""
 
-    def __init__(self, name: str, option: Any) -> None:
-        """Verify weights of a name; `option` as for `VerifySchedule`."""
+    def __init__(self, name: str, option: Any, device: int = 0) -> None:
+        """Verify weights of a name; `option` as for `VerifySchedule`, `device` as for `Sources`."""
         self.schedule = VerifySchedule(option)
         self._name = name
-        self._sources = Sources()
+        self._sources = Sources(device)
         self._comparison: _Comparison | None = None
         """Comparison that was used last."""
 
@@ -285,9 +286,10 @@ class Verification:
             slots=slots,
         )
 
-    def close(self) -> None:
-        """Close the slots."""
-        self._sources.close()
+    def forget(self) -> None:
+        """Close the slots, and forget what was prepared for them."""
+        self._comparison = None
+        self._sources.forget()
 
 
 def _first(texts: Any) -> str:

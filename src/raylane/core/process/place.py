@@ -48,6 +48,10 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
         return f"pid {self.pid} on {self.hostname}"
 
 
+_PF_EXITING = 0x4
+"""Flag of a process that has begun to end (flags in proc(5)). Source: include/linux/sched.h."""
+
+
 def start_ticks(pid: int) -> int | None:
     """Return the start time of a process in clock ticks since boot, or None if it has ended (or is a zombie).
 
@@ -60,6 +64,16 @@ def start_ticks(pid: int) -> int | None:
         return None
     # A zombie has released its memory and its sockets, so it counts as ended although its entry exists.
     return None if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def is_ending(pid: int) -> bool:
+    """Return True if a process has ended or begun to: its memory is given back before it counts as ended."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stat:
+            fields = stat.read().rpartition(b")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return fields[0] in (b"Z", b"X") or bool(int(fields[6]) & _PF_EXITING)
 
 
 def alive(place: Place) -> bool:

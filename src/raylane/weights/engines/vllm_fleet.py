@@ -43,6 +43,8 @@ class EngineReader:
         self.attachment = attachment
         self._catalogue, self._notify = catalogue, notify
         self._turn = 0
+        self._has_begun = False
+        """True if the workers may have prepared something that they were not told to take or to forget."""
         self._jobs: collections.deque[tuple[Future[Any], Work]] = collections.deque()
         self._loop: asyncio.AbstractEventLoop | None = None
         if attachment.is_async:
@@ -59,7 +61,9 @@ class EngineReader:
     def fetch(self, number: int, deadline: Deadline, *, exact: bool) -> None:
         """Let all workers prepare the version of this number."""
         assert exact, "a fleet names its versions"
-        self.pending = self._done(lambda: self.attachment.prepare_async(number, deadline), number, deadline)
+        self._has_begun = True
+        work = functools.partial(self.attachment.prepare_async, number, deadline)
+        self.pending = self._done(work, number, deadline, is_preparation=True)
 
     def update(self, *, version: int, timeout: float | None) -> None:
         """Let the engine use a version; an `LLM` on its own thread."""
@@ -67,16 +71,23 @@ class EngineReader:
             self.attachment.update(version=version, timeout=timeout)
         else:
             update = functools.partial(self.attachment.update_async, version=version, timeout=timeout)
-            self._done(update, version, Deadline.of_call(timeout))
-        self.pending, self.taken = None, self.attachment.taken
+            self._done(update, version, Deadline.of_call(timeout), is_preparation=False)
+        self._has_begun, self.pending, self.taken = False, None, self.attachment.taken
         self._turn += 1
         self._catalogue.tell("applied", self.key, self.taken, self._turn)
 
     def forget_prefetched(self) -> None:
         """Let the workers forget what they have prepared, soon."""
-        if self.pending is not None:
-            self.pending = None
+        if self._has_begun:
+            self._has_begun, self.pending = False, None
             self._begin(self.attachment.forget_async)
+
+    def close(self, gate: Callable[[], None]) -> None:
+        """End what was asked for and not begun, and let requests pass this gate no more."""
+        if self.attachment.check_fleet is gate:
+            self.attachment.check_fleet = None
+        while self._jobs:
+            self._jobs.popleft()[0].cancel()
 
     def has_jobs(self) -> bool:
         """Return True if `run_jobs` has something to do."""
@@ -92,7 +103,7 @@ class EngineReader:
                 except Exception as error:  # raised where the future is read
                     future.set_exception(error)
 
-    def _done(self, work: Work, version: int, deadline: Deadline) -> Any:
+    def _done(self, work: Work, version: int, deadline: Deadline, *, is_preparation: bool) -> Any:
         """Return the result of work that is done where the engine is used. WeightsTimeoutError if that is late."""
         future = self._begin(work)
         try:
@@ -100,7 +111,8 @@ class EngineReader:
         except TimeoutError:
             if future.done():
                 raise
-            future.cancel()
+            if is_preparation:  # an exchange goes on to its end, so that all workers have the same version
+                future.cancel()
             raise WeightsTimeoutError(
                 f"the engine did not take version {version} of {self.name!r} within {deadline.timeout_s} s: nobody has "
                 "called step() or idle() of its FleetReader, or its event loop was busy"

@@ -28,7 +28,7 @@ import torch
 from raylane.core.deadline import Deadline
 from raylane.core.memory.segment import Segment
 from raylane.core.memory.windows import Window
-from raylane.core.process.place import here, start_ticks
+from raylane.core.process.place import here, is_ending, start_ticks
 from raylane.errors import WeightsError, WeightsLostError
 from raylane.transport.backends.cuda import driver
 from raylane.weights.layout.boxes import host_of, is_on_device
@@ -56,7 +56,7 @@ class Label(NamedTuple):
 
     def is_there(self) -> bool:
         """Return True if the process with the bucket lives."""
-        return self.token != 0 and start_ticks(self.pid) == self.start_ticks
+        return self.token != 0 and start_ticks(self.pid) == self.start_ticks and not is_ending(self.pid)
 
 
 class _DeviceBytes:
@@ -71,16 +71,23 @@ _own: dict[int, torch.Tensor] = {}
 """Buckets of this process by token: the driver maps only those of other processes."""
 
 
-def _open(label: Label) -> torch.Tensor:
-    """Return the memory of a bucket; of another process it is mapped until the last tensor over it is gone."""
+def _open(label: Label, target: int) -> torch.Tensor:
+    """Return the memory of a bucket; of another process it is mapped until the last tensor over it is gone.
+
+    It is mapped for the device that has it, or for the `target` where this process does not see that device.
+    """
     if label.token in _own:
         return _own[label.token]
     mine = [driver.uuid_of(number) for number in range(torch.cuda.device_count())]
-    device = driver.pick_device(label.device, mine, torch.cuda.current_device())
-    address = driver.open_allocation(label.handle, device)
-    memory = _DeviceBytes(address + label.offset, label.nbytes)
-    weakref.finalize(memory, driver.close_allocation, address, device).atexit = False
-    return as_tensor(memory, device)
+    device = driver.pick_device(label.device, mine, target)
+    start = driver.open_allocation(label.handle, device)
+    address = start + label.offset
+    memory = _DeviceBytes(address, label.nbytes)
+    weakref.finalize(memory, driver.close_allocation, start, device).atexit = False
+    tensor = as_tensor(memory, device)
+    if tensor.data_ptr() != address:  # a copy, which would never show a later version
+        raise driver.CudaError("torch.as_tensor", 0, f"the mapped memory is not on device {device}")
+    return tensor
 
 
 def as_tensor(memory: _DeviceBytes, device: int) -> torch.Tensor:
@@ -91,9 +98,10 @@ def as_tensor(memory: _DeviceBytes, device: int) -> torch.Tensor:
 class BucketSlot(OpenSlot):
     """A slot of another process whose part lies on a device. Not thread-safe."""
 
-    def __init__(self, path: str, ranks: int) -> None:
-        """Open a slot as `OpenSlot` does; `memory` maps its bucket."""
+    def __init__(self, path: str, ranks: int, device: int = 0) -> None:
+        """Open a slot as `OpenSlot` does; `memory` maps its bucket, if it must for this device (`_open`)."""
         super().__init__(path, ranks)
+        self._device = device
         self._label: Label | None = None
         """Label of the bucket that is mapped."""
         self._bucket: torch.Tensor | None = None
@@ -107,8 +115,10 @@ class BucketSlot(OpenSlot):
         if self._bucket is None:
             label = self._read_label()
             try:
-                self._bucket, self._label = _open(label), label
+                self._bucket, self._label = _open(label, self._device), label
             except driver.CudaError as error:
+                if not label.is_there():
+                    raise _ended(label) from error
                 raise WeightsError(
                     f"the memory of process {label.pid} cannot be mapped: {error}. Publish with transport='host', or "
                     "run the reader on a device that can reach that of the trainer"
@@ -134,26 +144,34 @@ class BucketSlot(OpenSlot):
         """Raise WeightsLostError if the version is not there any more, though this slot is held."""
         label = self._read_label()
         if not label.is_there() or self.is_replaced() or set(self.numbers()) != {number}:
-            raise WeightsLostError(
-                f"version {number} lay on a device of process {label.pid or 'of the trainer'}, which has ended or has "
-                "closed its publisher. Update when the trainer has published again, or publish with transport='host', "
-                "where versions outlive the trainer"
-            )
+            raise _ended(label)
+
+    def close(self) -> None:
+        """Close the slot. Tensors over its memory keep that mapped."""
+        self._bucket = None
+        super().close()
+
+
+def _ended(label: Label) -> WeightsLostError:
+    return WeightsLostError(
+        f"the version lay on a device of process {label.pid or 'of the trainer'}, which has ended or has closed its "
+        "publisher. Update when the trainer has published again, or publish with transport='host', where versions "
+        "outlive the trainer"
+    )
 
 
 class OwnBucket(BucketSlot):
     """A slot with a bucket of this process, to which it publishes."""
 
-    def __init__(self, path: str, ranks: int, nbytes: int, device: torch.device) -> None:
+    def __init__(self, path: str, ranks: int, nbytes: int, device: int) -> None:
         """Take memory for a bucket. WeightsError if the device has too little, or its allocator cannot share it."""
-        super().__init__(path, ranks)
+        super().__init__(path, ranks, device)
         try:
-            self._bucket = new_bytes(nbytes, device)
-            allocation = driver.allocation_of(self._bucket.data_ptr(), device.index or 0)
-            uuid = driver.uuid_of(device.index or 0)
+            self._bucket = new_bytes(nbytes, torch.device("cuda", device))
+            allocation, uuid = driver.allocation_of(self._bucket.data_ptr(), device), driver.uuid_of(device)
         except (driver.CudaError, torch.OutOfMemoryError) as error:
             raise WeightsError(
-                f"a bucket of {nbytes:,} bytes for a version cannot be had on {device}: {error}. Publish with a "
+                f"a bucket of {nbytes:,} bytes for a version cannot be had on GPU {device}: {error}. Publish with a "
                 "smaller keep, or with transport='host'"
             ) from error
         place = here()
@@ -194,10 +212,15 @@ def new_bytes(nbytes: int, device: torch.device) -> torch.Tensor:
     return memory
 
 
-def device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
-    """Return the device on which these tensors are published: the first one that one of them is on."""
-    device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
-    return torch.device("cuda", torch.cuda.current_device()) if device is None else device
+def device_of(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the device on which these tensors are published or read: the first one that one of them is on.
+
+    Without any, that of this thread, which is that of the user; 0 if this process does not use CUDA.
+    """
+    device = next((tensor.device.index for tensor in tensors if tensor.is_cuda), None)
+    if device is None:
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
+    return int(device)
 
 
 def check_driver(name: str) -> None:

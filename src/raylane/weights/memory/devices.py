@@ -73,23 +73,24 @@ class PreparedCopy:
         views = views_of(find_tensors(), self._own_regions) if self._own_regions else []
         targets, sources = (self._stored, views) if self._to_slot else (views, self._stored)
         moment = Moment(lambda: views) if moment is None else moment
-        streams: list[Any] = []
+        plain: list[tuple[torch.Tensor, torch.Tensor]] = []
+        streams: dict[torch.device, Any] = {}
         with torch.no_grad():
-            for device, event in moment.events.items():
-                stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-                stream.wait_event(event)
-                streams.append(stream)
-                with torch.cuda.stream(stream):
-                    for target, source in zip(targets, sources, strict=True):
-                        if device in (target.device, source.device):
-                            target.copy_(source, non_blocking=True)
-            if streams:
-                plain = [pair for pair in zip(targets, sources, strict=True) if pair[0].is_cpu and pair[1].is_cpu]
-                targets, sources = [target for target, _ in plain], [source for _, source in plain]
+            for target, source in zip(targets, sources, strict=True):
+                device = target.device if target.is_cuda else source.device
+                if device.type == "cpu":
+                    plain.append((target, source))
+                    continue
+                if device not in streams:
+                    streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+                    for event in moment.events.values():  # also those of other devices, from which it may copy
+                        streams[device].wait_event(event)
+                with torch.cuda.stream(streams[device]):
+                    target.copy_(source, non_blocking=True)
             copy_many(self._rows, self._row_bytes)
-            if targets:
-                torch._foreach_copy_(targets, sources)
-        for stream in streams:
+            if plain:
+                torch._foreach_copy_([target for target, _ in plain], [source for _, source in plain])
+        for stream in streams.values():
             stream.synchronize()
 
 

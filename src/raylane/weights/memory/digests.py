@@ -186,7 +186,10 @@ class WrittenDigests:
         """Prepare the digests. `regions` and `written` are those of `writes_of`."""
         self._regions = regions
         # A second copy from a device would take as long as the first one.
-        views = [copy if view.is_cuda else view for view, copy in zip(views_of(tensors, regions), written, strict=True)]
+        own = views_of(tensors, regions)
+        self._written = {number: copy for number, copy in enumerate(written) if own[number].is_cuda}
+        """Regions of the version that are counted instead of the tensors from which they were written."""
+        views = [self._written.get(number, view) for number, view in enumerate(own)]
         places = [
             DigestPlace(number, tensor.shape, box.start, getattr(torch, tensor.dtype))
             for number, tensor in enumerate(stored.tensors.values())
@@ -200,9 +203,14 @@ class WrittenDigests:
         """Return a sum for each stored tensor: 0 for those of which the rank writes nothing."""
 
         def find_views(numbers: Sequence[int]) -> Sequence[torch.Tensor]:
-            return views_of(find_tensors(), [self._regions[number] for number in numbers])
+            own = iter(views_of(find_tensors(), [self._regions[n] for n in numbers if n not in self._written]))
+            return [self._written[n] if n in self._written else next(own) for n in numbers]
 
-        return self._prepared.run(find_views)
+        device = next((copy.device for copy in self._written.values() if copy.is_cuda), None)
+        if device is None:
+            return self._prepared.run(find_views)
+        with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]  # not behind the next step
+            return self._prepared.run(find_views)
 
 
 class _Batch:

@@ -22,7 +22,9 @@ MOST_SLOTS = 8
 class Sources:
     """Slots of all parts that a reader has read, the last ones of each part."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: int = 0) -> None:
+        """Begin without slots; `device` is that of the reader, for buckets on devices that it does not see."""
+        self._device = device
         self._slots: dict[str, dict[str, OpenSlot]] = {}
         """Slots by part and path, the last used one at the end."""
         self._views: dict[tuple[str, ...], list[torch.Tensor]] = {}
@@ -38,14 +40,14 @@ class Sources:
         Too many slots end the one that was used longest ago, and is not `in_use`.
         """
         slots = self._slots.setdefault(part, {})
-        if path in slots and slots[path].is_replaced():
+        if path in slots and slots[path].is_replaced() and slots[path] not in in_use:
             self._close(slots, path)
         slot = slots.pop(path, None)
         if slot is None:
             oldest = next((path for path, each in slots.items() if each not in in_use), None)
             if len(slots) >= MOST_SLOTS and oldest is not None:
                 self._close(slots, oldest)
-            slot = BucketSlot(path, ranks) if on_device else OpenSlot(path, ranks)
+            slot = BucketSlot(path, ranks, self._device) if on_device else OpenSlot(path, ranks)
         slots[path] = slot
         return slot
 
@@ -63,18 +65,13 @@ class Sources:
             self._views[key] = stored_pieces(plan, memories)
         return self._views[key]
 
-    def forget_views(self) -> None:
-        """Forget the views and copies of a plan that was replaced."""
+    def forget(self, *, in_use: Collection[OpenSlot] = ()) -> None:
+        """Close all slots but these, and forget the views and copies of the plan. Tensors over the slots stay valid."""
+        for slots in self._slots.values():
+            for path in [path for path, slot in slots.items() if slot not in in_use]:
+                self._close(slots, path)
         self._views.clear()
         self.copies.clear()
-
-    def close(self) -> None:
-        """Close all slots, which ends their locks. Tensors over their memory stay valid."""
-        for slots in self._slots.values():
-            for slot in slots.values():
-                slot.close()
-        self._slots.clear()
-        self.forget_views()
 
 
 class MappedParts:

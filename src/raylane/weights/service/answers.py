@@ -88,5 +88,5 @@ class WriteOrder(NamedTuple):
     generation: GenerationKey
     stored: StoredLayout | None
     """None if the rank has the layout of this generation."""
-    slots: int
-    """Number of slots of this host."""
+    paths: tuple[str, ...]
+    """All slots of the rank's part."""

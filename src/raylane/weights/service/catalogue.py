@@ -152,7 +152,7 @@ class Catalogue:
             SlotPlace(paths[version.slot], len(ranks), ranks.index(rank)),
             generation_key,
             None if known == generation_key else generation.stored,
-            len(paths),
+            tuple(paths),
         )
 
     async def done(self, name: str, key: VersionKey, rank: int, digests: bytes | None = None) -> None:
