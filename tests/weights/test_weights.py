@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 import torch
-from torch.nn import Linear, Sequential
+from tests.weights.weights_actors import Reader, Start, Trainer, model, publish, started
 
 from raylane import weights
 from raylane.cli.weights import render
@@ -30,91 +29,14 @@ from raylane.errors import (
 )
 from raylane.weights.service.client import all_memory, all_versions
 
-pytestmark = pytest.mark.ray
-
-
-def model(dtype: torch.dtype = torch.float32) -> Sequential:
-    torch.manual_seed(0)
-    made = Sequential(Linear(24, 36), Linear(36, 24))
-    made.register_buffer("scale", torch.arange(4))
-    return made.to(dtype)
-
-
-class Trainer:
-    """One rank, which holds an equal part of the rows of every matrix, and everything else whole."""
-
-    def __init__(self, rank: int, world: int, name: str = "policy", keep: int = 2, delta: str = "auto") -> None:
-        whole = model().state_dict()
-        self.tensors = {key: t.chunk(world)[rank].clone() if t.dim() == 2 else t.clone() for key, t in whole.items()}
-
-        def place(_: str, tensor: torch.Tensor) -> weights.Part | None:
-            return weights.Part.even(tensor, 0, rank, world) if tensor.dim() == 2 else None
-
-        options = {"rank": rank, "world": world, "keep": keep, "delta": delta}
-        self.publisher = weights.Publisher(name, self.tensors, places=place, **options)
-
-    def publish(self, step: int, timeout: float = 20) -> int:
-        for tensor in self.tensors.values():
-            tensor.fill_(step)
-        return self.publisher.publish(step, timeout=timeout)
-
-    def publish_beside(self, step: int) -> int:
-        for tensor in self.tensors.values():
-            tensor.fill_(step)
-        return self.publisher.publish_async(step).result(20)
-
-    def wait(self, version: int, timeout: float) -> None:
-        self.publisher.wait(version, timeout=timeout)
-
-    def pid(self) -> int:
-        return os.getpid()
-
-
-class Reader:
-    def __init__(self, apply: str = "copy", dtype: str = "float32", name: str = "policy") -> None:
-        self.model = model(getattr(torch, dtype))
-        self.subscriber = weights.Subscriber(name, self.model, apply=apply)
-
-    def update(self, at_least: int = 1, timeout: float = 20) -> tuple[int, set[float]]:
-        update = self.subscriber.wait_for(at_least, timeout=timeout)
-        self.subscriber.check()
-        return update.version, self.values()
-
-    async def update_async(self) -> tuple[int, set[float]]:
-        update = await self.subscriber.update_async(timeout=20)
-        return update.version, self.values()
-
-    def values(self) -> set[float]:
-        return {float(value) for tensor in self.model.state_dict().values() for value in tensor.unique()}
-
-    def close(self) -> None:
-        self.subscriber.close()
-
-    def pid(self) -> int:
-        return os.getpid()
-
-
-Start = Callable[..., Any]
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("weights_service")]
 
 
 @pytest.fixture
-def start(cluster: None, eventually: Callable[..., None]) -> Iterator[Start]:
-    """Return a function that starts an actor. Afterwards all actors end, and the names are dropped."""
-    actors = []
-
-    def start_actor(kind: type, *args: Any, **options: Any) -> Any:
-        actors.append(ray.remote(num_cpus=0, **options)(kind).remote(*args))
-        return actors[-1]
-
-    yield start_actor
-    for actor in actors:
-        ray.kill(actor)
-    weights.drop("policy")
-
-
-def publish(trainers: list[Any], step: int) -> int:
-    (number,) = set(ray.get([trainer.publish.remote(step) for trainer in trainers]))
-    return number
+def start(cluster: None) -> Iterator[Start]:
+    """Return a function that starts an actor."""
+    with started() as start_actor:
+        yield start_actor
 
 
 @pytest.mark.claim("weights", "readers may have another floating-point dtype, and strided tensors")
@@ -396,35 +318,6 @@ def test_waits_name_what_is_missing(start: Start) -> None:
         ray.get(trainer.wait.remote(1, 0.3))
 
 
-@pytest.mark.claim("weights", "the death of a keeper or of the catalogue loses versions only")
-def test_death_of_keeper_or_catalogue_loses_versions_only(start: Start, eventually: Callable[..., None]) -> None:
-    trainers, reader = [start(Trainer, rank, 2) for rank in range(2)], start(Reader)
-    publish(trainers, 1)
-    ray.get(reader.update.remote())
-    kill("keeper")
-    with pytest.raises((WeightsLostError, WeightsTimeoutError)):
-        ray.get(reader.update.remote(2, 1))
-    # A version that is begun before the death is known is lost with it, and the trainer has to publish it again.
-    eventually(lambda: [version.state for version in weights.versions("policy")] == ["lost"], within_s=30)
-    number = publish(trainers, 2)
-    assert ray.get(reader.update.remote(number)) == (number, {2})
-    kill("catalogue")
-    later = publish(trainers, 3)
-    assert later > number
-    assert ray.get(reader.update.remote(later)) == (later, {3})
-
-
-def kill(kind: str) -> None:
-    """Kill actors, and wait until they have ended: until then a catalogue would still take a version."""
-    for named in ray.util.list_named_actors(all_namespaces=True):
-        if named["name"].startswith(kind):
-            actor = ray.get_actor(named["name"], named["namespace"])
-            ray.kill(actor)
-            with contextlib.suppress(ray.exceptions.RayActorError):
-                while True:  # ends by the error of a dead actor, or by GetTimeoutError
-                    ray.get(actor.__ray_ready__.remote(), timeout=30)
-
-
 @pytest.mark.claim("weights", "missing, surplus and misshapen tensors are named before anything is written")
 def test_options_and_layouts_that_do_not_fit_are_refused(start: Start) -> None:
     tensors = {"w": torch.zeros(2, 2)}
@@ -446,7 +339,7 @@ def test_options_and_layouts_that_do_not_fit_are_refused(start: Start) -> None:
         weights.Publisher("policy", {"w": 3})
     with pytest.raises(ValueError, match="apply must be one of copy, swap, map, got 'move'"):
         weights.Subscriber("policy", tensors, apply="move")
-    with pytest.raises(WeightsLostError, match="no weights of the name 'policy'; there are: none"):
+    with pytest.raises(WeightsLostError, match="no weights of the name 'policy'; there are: 'kept by the module'"):
         weights.versions("policy")
     with pytest.raises(ValueError, match="has no tensors"):
         weights.Publisher("policy", {})
