@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 
 import pytest
@@ -65,6 +66,38 @@ def test_killed_worker_leaves_the_loss_curve_as_it_was(unbroken, folder, monkeyp
     assert "rank 1 died" in first
     assert first.endswith("Starting all workers again from the first step, as no checkpoint was saved (1 of 2)")
     assert "step_5 (1 of 2)" in second, "the checkpoint at step 5 began a new count"
+
+
+@pytest.mark.claim("fine-tuning", "a run that loses workers goes on from memory with the losses of an unbroken one")
+@pytest.mark.faults
+@pytest.mark.slow
+def test_killed_worker_costs_the_steps_since_the_snapshot(unbroken, folder, monkeypatch):
+    """Each rank in turn; only its process is new, and no checkpoint is read."""
+    config = config_in(folder, "snapshots", {"sft.snapshot_every": 3, "checkpointing.save_period": 0})
+    kill_at(monkeypatch, [4, 7, 13], rank=0)
+    pids = []
+    recover = SftPolicy.recover
+
+    def recover_and_note(self):
+        new = recover(self)
+        pids.append((new, self.group.call("process_id").results(60)))
+        return new
+
+    monkeypatch.setattr(SftPolicy, "recover", recover_and_note)
+    result = trainer.run(config)
+    assert result.steps == STEPS
+    assert losses(config) == unbroken, "bit for bit, and each step once"
+    notes = [text for _, text in read_notes(f"{config.logger.log_dir}/metrics.jsonl")]
+    told = re.compile(
+        r"rank 0 died .* The process of rank 0 was started again, .* from step (\d+) in memory: [0-5] recorded"
+    )
+    assert all(told.search(text) for text in notes), notes
+    steps = [int(told.search(text)[1]) for text in notes]
+    assert len(steps) == 3
+    assert steps == sorted(step for step in steps if step % 3 == 0 and step > 0)
+    assert [new for new, _ in pids] == [(0,)] * 3
+    assert len({found[0] for _, found in pids}) == 3
+    assert len({found[1] for _, found in pids}) == 1, "the other process stays"
 
 
 @pytest.mark.slow

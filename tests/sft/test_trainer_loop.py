@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raylane.errors import CheckpointDamagedError, WorkerLostError
+from raylane.errors import CheckpointDamagedError, WeightsLostError, WorkerLostError
 from raylane.sft.config.load import build_config
 from raylane.sft.data import order
 from raylane.sft.run import trainer as loop
@@ -21,6 +21,7 @@ from raylane.sft.run.trainer import Trainer
 from raylane.training.checkpoint import folders, publishing
 from raylane.training.checkpoint.folders import Saved
 from raylane.training.run.opening import finished_text
+from raylane.training.run.snapshots import Snapshot
 from raylane.training.run.stopping import StopRequest, block_sigterm
 from sft.conversations import config, question, write_jsonl
 
@@ -66,6 +67,20 @@ class RecordingPolicy:
     def recover(self):
         self.events.append("recover")
         self.next_step = 0
+        return (1,)
+
+    snapshot_every = 0
+    snapshot_fails = False
+
+    def snapshot(self, most_steps):
+        version = most_steps // self.snapshot_every if self.snapshot_every else 0
+        return Snapshot(version, version * self.snapshot_every) if version else None
+
+    def load_snapshot(self, snapshot):
+        if self.snapshot_fails:
+            raise WeightsLostError("its keeper has died")
+        self.events.append(f"snapshot {snapshot.version}")
+        self.next_step = snapshot.step
 
     def validate(self):
         self.events.append(f"validate after {self.next_step}")
@@ -214,6 +229,25 @@ def test_restarts_are_bounded_between_checkpoints(tmp_path):
     with pytest.raises(WorkerLostError):
         trainer.fit()
     assert events.count("recover") == 3, "one for each checkpoint; the second loss at step 7 ended the run"
+
+
+def test_lost_worker_goes_back_to_the_newest_snapshot(tmp_path, caplog):
+    trainer, events = trainer_of(tmp_path, 9, save_period=4, snapshot_every=2, max_restarts=1)
+    trainer.policy.snapshot_every = 2
+    losing(trainer.policy, [3, 5, 8, 8])
+    with pytest.raises(WorkerLostError):
+        trainer.fit()
+    back = [events[at + 1] for at, event in enumerate(events) if event == "recover"]
+    assert back == ["snapshot 1", "snapshot 2", "snapshot 4"]
+    assert "goes on from step 2 in memory: 1 recorded steps (" in caplog.text
+
+
+def test_snapshot_that_is_lost_gives_way_to_the_checkpoint(tmp_path):
+    trainer, events = trainer_of(tmp_path, 6, save_period=2, snapshot_every=3)
+    trainer.policy.snapshot_every, trainer.policy.snapshot_fails = 3, True
+    losing(trainer.policy, [4])
+    trainer.fit()
+    assert events[events.index("recover") :][:3] == ["recover", "warm up after 4", "send 4"]
 
 
 def test_request_to_stop_ends_a_run_that_loses_a_worker(tmp_path):

@@ -16,8 +16,9 @@ from collections import deque
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
-from raylane.errors import CheckpointError, StepNotFiniteError, WorkerLostError
+from raylane.errors import CheckpointError, StepNotFiniteError, WeightsError, WorkerLostError
 from raylane.sft.config.schema import SftRunConfig
 from raylane.sft.data import order
 from raylane.sft.data.mixing import documents_of_step, open_training_rows, rows_of_step
@@ -35,7 +36,7 @@ from raylane.training.checkpoint.folders import Saved
 from raylane.training.report.metrics import MetricsLog, counted
 from raylane.training.report.page import written_report
 from raylane.training.run import ray_session
-from raylane.training.run.opening import finished_text, open_folders, restart_text
+from raylane.training.run.opening import finished_text, open_folders, restart_text, snapshot_text
 from raylane.training.run.record import RunRecord, Sample
 from raylane.training.run.skipped_steps import SkippedSteps
 from raylane.training.run.stopping import StopRequest, block_sigterm
@@ -160,6 +161,15 @@ def _run_locked(
         return _result(prepared, trainer, parameters)
 
 
+class Recorded(NamedTuple):
+    """What a run had seen after a step."""
+
+    tokens: float
+    """Tokens of documents so far."""
+    seconds: float
+    """Seconds of steps so far."""
+
+
 class Trainer:
     """Loop over the steps of one run with the workers of `policy`. Call `resume_from` once, then `fit` once."""
 
@@ -187,7 +197,15 @@ class Trainer:
         self._in_flight: deque[tuple[int, GroupFuture]] = deque()
         """Steps sent to the workers whose metrics were not read yet, as (number, future), oldest first."""
         self._restarts = 0
-        """Number of restarts of the workers since the last checkpoint was saved."""
+        """Number of restarts of the workers since the last checkpoint or newer snapshot."""
+        self._read = 0
+        """Number of steps whose metrics were read."""
+        self._recorded: dict[int, Recorded] = {}
+        """What the run had seen after so many steps, whose metrics were read; those to which it may go back."""
+        self._seconds = 0.0
+        """Seconds of all steps whose metrics were read."""
+        self._went_back_to = 0
+        """Number of steps to which the last restart went back."""
         overlaps = config.policy.compiled_graph.overlap_communication
         self._skipped = SkippedSteps(config.sft.max_skipped_steps, "sft.max_skipped_steps")
         self._max_in_flight = config.sft.steps_in_flight if overlaps else 1
@@ -248,6 +266,9 @@ class Trainer:
                 return
             except WorkerLostError as error:
                 self._finish_last_save()
+                snapshot = self.policy.snapshot(self._read)
+                if snapshot is not None and snapshot.step > self._went_back_to:
+                    self._restarts = 0
                 if self._restarts >= self._config.sft.max_restarts or self._stop.requested:
                     raise
                 self._restarts += 1
@@ -275,22 +296,46 @@ class Trainer:
         _log.info("saved %s", saved.path)
 
     def _restart(self, lost: WorkerLostError) -> None:
-        """Start the workers again and go back to the last checkpoint of this run, or to its start if there is none."""
+        """Form the group again, and go back to the newest snapshot or checkpoint of this run, or else to its start."""
         reason = str(lost.fields.get("reason", lost))
-        text = restart_text(reason, self.saved, self._restarts, self._config.sft.max_restarts)
-        _log.warning("%s", text)
-        self._log.note(self.done, text)
         self._in_flight.clear()
         self.losses.clear()
-        self.policy.recover()
-        if self.saved is not None:
-            self.resume_from(self.saved)
+        before, seconds = self._read, self._seconds
+        new = self.policy.recover()
+        if self._go_back(before):
+            self._note(snapshot_text(reason, new, self.done, before, seconds - self._seconds, self._config))
         else:
-            self._tokens_seen = 0.0
-            self._log.rewind(0)
-            self._discard_partial()
+            self._note(restart_text(reason, self.saved, self._restarts, self._config.sft.max_restarts))
+            if self.saved is not None:
+                self.resume_from(self.saved)
+            else:
+                self._tokens_seen = 0.0
+                self._log.rewind(0)
+        self._read = self._went_back_to = self.done
+        self._recorded = {step: each for step, each in self._recorded.items() if step <= self.done}
+        self._discard_partial()
         self._validations = {step: loss for step, loss in self._validations.items() if step <= self.done}
         self.warm_up()
+
+    def _note(self, text: str) -> None:
+        _log.warning("%s", text)
+        self._log.note(self.done, text)
+
+    def _go_back(self, most_steps: int) -> bool:
+        """Go back to the newest snapshot of at most so many steps; return False if it is older than the checkpoint."""
+        snapshot = self.policy.snapshot(most_steps)
+        if snapshot is None or snapshot.step not in self._recorded:
+            return False
+        if self.saved is not None and snapshot.step < self.saved.step:
+            return False
+        try:
+            self.policy.load_snapshot(snapshot)
+        except WeightsError as error:
+            _log.warning("the snapshot after step %d cannot be loaded: %s", snapshot.step, error)
+            return False
+        self._log.rewind(self.done)
+        self._tokens_seen, self._seconds = self._recorded[self.done]
+        return True
 
     def _step(self) -> None:
         """Send one step, and validate or save after it if that is due."""
@@ -341,6 +386,10 @@ class Trainer:
         # With the tokens of skipped steps, which the run does not see again.
         self._tokens_seen += metrics["tokens"]
         metrics = {**metrics, "tokens_seen": self._tokens_seen}
+        self._read, self._seconds = step, self._seconds + metrics["step_time_s"]
+        every = self._config.sft.snapshot_every
+        if every and step % every == 0:
+            self._recorded[step] = Recorded(self._tokens_seen, self._seconds)
         # Every step is recorded in metrics.jsonl; only every log_interval-th one is printed as a line.
         self._log.log(step, metrics, "train")
         shown = {name: metrics[key] for name, key in _PROGRESS_METRICS.items()}

@@ -40,6 +40,10 @@ class LoopConfig(Section):
     max_restarts: NaturalInt = 2
     """Number of times that a run starts its workers again after it lost one, from the last complete checkpoint, until a
     new checkpoint is complete (then counting begins again). 0 ends the run instead. Not in NeMo-RL."""
+    snapshot_every: NaturalInt = 0
+    """Number of steps between two snapshots in shared memory: copies of trained weights and optimizer state beside the
+    next step. After the loss of a worker the run goes back to the newest one instead of a checkpoint, and starts only
+    the processes that were lost. Takes three times that state in memory. 0 takes none. Not in NeMo-RL."""
 
 
 class CheckpointingConfig(Section):

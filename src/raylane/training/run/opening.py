@@ -61,6 +61,19 @@ def finished_text(
     )
 
 
+def snapshot_text(
+    reason: str, new: tuple[int, ...], step: int, before: int, seconds: float, config: TrainingConfig
+) -> str:
+    """Return a sentence about ranks that were started again, and what is computed once more; `before` is in steps."""
+    lost = before - step
+    samples = lost * config.policy.train_global_batch_size
+    ranks = f"of rank {new[0]}" if len(new) == 1 else f"of ranks {', '.join(map(str, new)) or 'none'}"
+    return (
+        f"{reason} The process {ranks} was started again, and the run goes on from step {step} in memory: {lost} "
+        f"recorded steps ({samples} rows, {seconds:.1f} s) are computed again"
+    )
+
+
 def restart_text(reason: str, saved: Saved | None, number: int, limit: int) -> str:
     """Return a sentence about restart `number` of `limit` of all workers, from a checkpoint or from the first step."""
     source = f"from {saved.path}" if saved is not None else "from the first step, as no checkpoint was saved"

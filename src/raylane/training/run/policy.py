@@ -10,13 +10,15 @@ programs that build their own batches.
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Self
 
-from raylane.errors import CheckpointError, ConfigError, RaylaneError, WorkerCallError, WorkerLostError
+from raylane import weights
+from raylane.errors import CheckpointError, ConfigError, RaylaneError, WeightsError, WorkerCallError, WorkerLostError
 from raylane.training import storage
 from raylane.training.checkpoint import folders, publishing, state
 from raylane.training.checkpoint.folders import Saved
@@ -28,6 +30,7 @@ from raylane.training.labels import IGNORED
 from raylane.training.model.loss import LossFunction
 from raylane.training.parallel.mesh import AXES, COPY_AXES, DATA_AXES, ParallelDims
 from raylane.training.run import delivery
+from raylane.training.run.snapshots import Snapshot, usable
 from raylane.training.run.worker import SAVE_ENDED, TrainingWorker
 from raylane.training.storage import Place
 from raylane.training.vocabulary import Vocabulary
@@ -108,6 +111,9 @@ class Policy(Generic[Config]):
         """Checkpoint that `save_nowait` has begun; None if there is none."""
         self.save_ended = False
         """True if the workers have written the checkpoint that `save_nowait` began, or failed to."""
+        every = config.loop.snapshot_every
+        self._snapshot_name = f"raylane snapshots {secrets.token_hex(8)}" if every else None
+        """Name of weights under which the workers keep snapshots; None if they take none."""
         self._losses: dict[str, LossFunction] = {}
         """Loss functions that the workers have, by name; kept to recognise a function that was sent before."""
         device = "cuda" if config.cluster.gpus_per_node else "cpu"
@@ -213,22 +219,40 @@ class Policy(Generic[Config]):
         """
         return self.result(self.train_nowait(batch, loss_fn, eval_mode=eval_mode, gbs=gbs, mbs=mbs))
 
-    def recover(self) -> None:
-        """Start all workers again after a failure, with the initial weights; wait until they are ready.
+    def recover(self) -> tuple[int, ...]:
+        """Form the group again after a failure, with the initial weights; wait until it is ready. Return the new ranks.
 
-        Call `load` next to continue from a checkpoint. Raises the errors of the constructor.
+        Processes that live go on. Call `load` next to continue from a checkpoint, or `load_snapshot`. Raises the errors
+        of the constructor.
         """
-        self.group.recover()
+        new = self.group.recover()
         self._saving, self.save_ended = None, False
         self._losses.clear()
         self.next_step = 0
         self.facts = self._set_up()
+        return new
+
+    def snapshot(self, most_steps: int) -> Snapshot | None:
+        """Return the newest snapshot in memory of at most so many steps; None if there is none."""
+        if self._snapshot_name is None:
+            return None
+        try:
+            return usable(weights.versions(self._snapshot_name), most_steps)
+        except WeightsError:  # none was taken yet, or they are lost with the actors that keep them
+            return None
+
+    def load_snapshot(self, snapshot: Snapshot) -> int:
+        """Go back to a snapshot in all workers; return the next step. WeightsError if it is gone."""
+        self.next_step = int(self.call("load_snapshot", snapshot.version))
+        return self.next_step
 
     def _set_up(self) -> dict[str, Any]:
         """Build the model in all workers, after their nodes have the files that they need; return facts for the log."""
         config, vocabulary, _ = self._setup
         copies = delivery.provide(config, vocabulary, self.group.node_ids)
         self.call("use_copies", copies)
+        if self._snapshot_name is not None:
+            self.call("use_snapshots", self._snapshot_name)
         return dict(self.call("setup", *self._setup))
 
     def result(self, future: GroupFuture, timeout_s: float | None = None) -> dict[str, float]:
@@ -391,11 +415,19 @@ class Policy(Generic[Config]):
 
     def shutdown(self, timeout_s: float = 30.0) -> bool:
         """End the workers within `timeout_s` seconds; return True if all ended cleanly. A second call does nothing."""
-        return self.group.shutdown(timeout_s, cleanup_method="teardown")
+        ended = self.group.shutdown(timeout_s, cleanup_method="teardown")
+        self._drop_snapshots()
+        return ended
+
+    def _drop_snapshots(self) -> None:
+        if self._snapshot_name is not None:
+            with suppress(RaylaneError):  # the Ray session may have ended
+                weights.drop(self._snapshot_name)
 
     def abandon(self) -> None:
         """Kill the workers at once: after a failure, some may wait forever for workers that have ended."""
         self.group.shutdown(timeout=10)
+        self._drop_snapshots()
 
     def _send(self, method: str, *args: Any) -> GroupFuture:
         """Call a method on all workers with the same arguments; only one worker sends its result back."""

@@ -36,6 +36,7 @@ from raylane.training.run.delivery import FolderCopies
 from raylane.training.run.generate import generate
 from raylane.training.run.micro_batches import Division, FixedRows, division
 from raylane.training.run.published_weights import PublishedWeights
+from raylane.training.run.snapshots import Snapshots
 from raylane.training.run.step import state_kept
 from raylane.training.vocabulary import AnyVocabulary
 from raylane.workers.batch import BatchDict
@@ -65,9 +66,7 @@ class TrainingWorker(Generic[Config, AnyVocabulary]):
         if device_type == "cuda":
             torch.cuda.set_device(self.device)
         torch.set_num_threads(num_threads)
-        # gloo in a GPU run too: object broadcasts use CPU tensors.
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo")
-        self._rank = dist.get_rank()
+        self._join_group()
         # torch warns whenever a tensor on two mesh axes is gathered, which is what norms and exports do.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
         self._losses: dict[str, LossFunction] = {}
@@ -81,6 +80,28 @@ class TrainingWorker(Generic[Config, AnyVocabulary]):
         """Writer of checkpoints beside the training; None before the first such checkpoint."""
         self._published: PublishedWeights | None = None
         """Weights for readers; None before `setup`, and if the configuration publishes nothing."""
+        self._snapshots: Snapshots | None = None
+        """Snapshots in memory; None before `setup`, and if the configuration takes none."""
+        self._snapshot_name: str | None = None
+
+    def _join_group(self) -> None:
+        # gloo in a GPU run too: object broadcasts use CPU tensors.
+        dist.init_process_group("cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo")
+        self._rank = dist.get_rank()
+
+    def on_regroup(self, rank: int, world: int) -> None:
+        """Join the process group that is formed again after the loss of other ranks. `setup` comes next."""
+        del rank, world
+        self._close_published()
+        # Before the next model is built: there may be no memory for two.
+        self.__dict__.pop("model", None)
+        self.__dict__.pop("optimizer", None)
+        self._background, self._idle_since, self._holds_gradients = None, None, False
+        self._join_group()
+
+    def use_snapshots(self, name: str) -> None:
+        """Keep snapshots under this name from the next `setup` on. Not collective."""
+        self._snapshot_name = name
 
     def use_copies(self, copies: FolderCopies) -> None:
         """Read data and model from these folders in the next `setup`."""
@@ -111,6 +132,8 @@ class TrainingWorker(Generic[Config, AnyVocabulary]):
         self._close_published()  # of an earlier setup
         if policy.publish_weights.name is not None:
             self._published = PublishedWeights(self.model, policy)
+        if self._snapshot_name is not None:
+            self._snapshots = Snapshots(self._snapshot_name, self.model, self.optimizer)
         self._loss: LossFunction = self.make_loss()
         parameters = list(self.model.parameters())
         local_parts = [own_part(parameter) for parameter in parameters]
@@ -203,6 +226,8 @@ class TrainingWorker(Generic[Config, AnyVocabulary]):
             counts = step.count(batch, self.device, self.mesh.dims)
             each = policy.dtensor_cfg.reduce_every_micro_batch
             means = step.backward(model, batch, how, loss_fn, counts, self.device, each)
+            if self._snapshots is not None:
+                self._snapshots.finish()  # it reads what the update changes
             norm, finite = step.update(model, self.optimizer, means.loss, policy.max_grad_norm, self.device)
             self._holds_gradients = False  # whether finite or not
             if not finite and self.config.loop.on_nan == "stop":
@@ -218,6 +243,10 @@ class TrainingWorker(Generic[Config, AnyVocabulary]):
             publishes = self._published is not None and not undone and (number + 1) % policy.publish_weights.every == 0
             if publishes:
                 self.publish_weights(number + 1)
+                done = time.perf_counter()
+            every = self.config.loop.snapshot_every
+            if self._snapshots is not None and not undone and (number + 1) % every == 0:
+                self._snapshots.take(number + 1)
                 done = time.perf_counter()
             # Time between two steps in which the worker had nothing to do: if it grows, the driver is too slow.
             waited = 0.0 if self._idle_since is None else started - self._idle_since
@@ -317,6 +346,15 @@ class TrainingWorker(Generic[Config, AnyVocabulary]):
         self._end_other_work()
         return next_step
 
+    def load_snapshot(self, version: int) -> int:
+        """Go back to a snapshot in memory; return the step to go on with."""
+        assert self._snapshots is not None, "the driver asks for it only if there are snapshots"
+        next_step = self._snapshots.load(version)
+        if self._published is not None:
+            self._published.step = None
+        self._end_other_work()
+        return next_step
+
     def save_hf(self, folder: str) -> None:
         """Write the model as a Hugging Face folder."""
         policy, vocabulary = self.config.policy, self.vocabulary
@@ -341,9 +379,10 @@ class TrainingWorker(Generic[Config, AnyVocabulary]):
             dist.destroy_process_group()
 
     def _close_published(self) -> None:
-        if self._published is not None:
-            self._published.close()
-        self._published = None
+        for each in (self._published, self._snapshots):
+            if each is not None:
+                each.close()
+        self._published = self._snapshots = None
 
     def _end_other_work(self) -> None:
         """Release gathered weights and forget the time of the last step after other work."""
