@@ -181,7 +181,10 @@ class GraphClosedError(GraphError):
 
 
 class GraphActorDiedError(GraphError):
-    """An actor of the graph died or exited; the graph is closed, and its other actors stay alive."""
+    """An actor of the graph died or exited; its other actors stay alive.
+
+    The graph is closed, unless it was compiled with `on_death="repair"`. The field `actor` is the id of the dead actor.
+    """
 
 
 class WorkerGroupError(RaylaneError):

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from raylane.core.deadline import Deadline
@@ -43,12 +43,14 @@ CHECK_S = 1.0
 class CollectedEdge:
     """One edge into the driver."""
 
-    __slots__ = ("bytes", "fetched", "fetching", "read", "reader", "value", "writer")
+    __slots__ = ("bytes", "closed", "fetched", "fetching", "read", "reader", "value", "writer")
 
     def __init__(self, reader: RingReader, edge: Edge, fetched: Fetched | None) -> None:
         self.reader = reader
         self.writer = edge.writer
         """Member that computes the value; a relay may pass it on."""
+        self.closed = False
+        """True while the writer is dead: a message that has not arrived counts as lost."""
         self.fetched = fetched
         """Set if tensors are fetched by a transport of the edge's own."""
         self.fetching: tuple[GraphResult, Fetch] | None = None
@@ -76,6 +78,8 @@ class Collector:
             CollectedEdge(reader, plan.edges[edge], fetched_edge(plan, plan.edges[edge], DRIVER, timeout_s))
             for edge, reader in connections.readers.items()
         ]
+        self._any_closed = False
+        """True if the writer of an edge is dead."""
         self._fetching: list[CollectedEdge] = []
         """Edges with a message whose tensors are on their way."""
         self.edge_count = len(self.edges)
@@ -209,7 +213,7 @@ class Collector:
             return False
         completed = False
         try:
-            edges = self.edges if self.edge_count == 1 else self._flagged()
+            edges = self.edges if self.edge_count == 1 or self._any_closed else self._flagged()
             if self._fetching:
                 # Their flag may be taken already: messages that came behind the tensors are read after them.
                 edges = list(dict.fromkeys([*self._fetching, *edges]))
@@ -219,11 +223,16 @@ class Collector:
                 # An edge may have messages of several executions: read all, so that none waits for a later post.
                 # Message n of every edge belongs to execution n.
                 while edge.fetching is None and (result := executions.find(edge.reader.sequence)) is not None:
+                    closed = edge.closed  # before the read: afterwards the message may be there, and the writer dead
                     try:
                         message = edge.read(None if result._done else result._values, edge.value, None)
                         if message is None:
-                            break
-                        failure = None if type(message) is int else self._read(edge, result, *message)
+                            if not closed:
+                                break
+                            edge.reader.sequence += 1
+                            failure: BaseException | None = self._control.died(edge.writer)
+                        else:
+                            failure = None if type(message) is int else self._read(edge, result, *message)
                     except SegmentGone:
                         failure = self._lost(edge.reader.writer)
                     except DamagedRing:
@@ -345,13 +354,29 @@ class Collector:
         return error
 
     def _lost(self, member: int) -> GraphError:
-        """End the graph because memory of a member vanished, and return the error.
+        """End the graph because memory of a member vanished, and return the error. A graph that is repaired continues.
 
         This may be the first sign of the member's death: the process watcher can be milliseconds behind.
         """
         error = self._connections.lost(member)
-        self.fail(error)
+        if self._connections.on_death is None or not isinstance(error, GraphActorDiedError):
+            self.fail(error)
         return error
+
+    # Repair
+
+    def mark_dead(self, members: Collection[int]) -> None:
+        """Treat messages that these members have not sent as lost. Their processes must have ended. From any thread."""
+        for edge in self.edges:
+            edge.closed |= edge.writer in members
+        self._any_closed = any(edge.closed for edge in self.edges)
+        self.notify()
+
+    def mark_alive(self, members: Collection[int]) -> None:
+        """Expect messages of these members again. No execution is in flight. From any thread."""
+        for edge in self.edges:
+            edge.closed &= edge.writer not in members
+        self._any_closed = any(edge.closed for edge in self.edges)
 
     # asyncio
 

@@ -20,8 +20,9 @@ from raylane.graph.channels.lease import POLL_INTERVAL_S
 from raylane.graph.driver.collect import Collector
 from raylane.graph.driver.deploy import deploy, wait_until_alive
 from raylane.graph.driver.metrics import Publisher
+from raylane.graph.driver.repair import Repairer
 from raylane.graph.driver.result import Executions, GraphResult
-from raylane.graph.driver.submit import NoMemory, NotAdmitted, Prepared, SubmitBusy, Submitter
+from raylane.graph.driver.submit import NoMemory, NotAdmitted, Paused, Prepared, SubmitBusy, Submitter
 from raylane.graph.inspect import critical_path, drawing, stats, trace
 from raylane.graph.inspect.arrivals import Arrivals, CallRecord, DriverRecord
 from raylane.graph.inspect.text import describe
@@ -40,7 +41,7 @@ class CompiledGraph:
 
     def __init__(self, plan: Plan, actors: Sequence[Any], options: GraphOptions) -> None:
         """Open the channels of a plan and create its graph; `raylane.compile` calls this."""
-        connections = deploy(plan, actors, options)
+        connections, setup = deploy(plan, actors, options)
         self.plan = plan
         self.max_inflight = options.max_inflight
         self.timeout_s = options.timeout_s
@@ -51,6 +52,9 @@ class CompiledGraph:
         self._collector = Collector(plan, connections, self._executions, options.timeout_s)
         self._submitter = Submitter(plan, connections, self._executions, self._collector, options)
         self._submit = self._submitter.submit
+        self._repairer = (
+            Repairer(self, connections, setup, self._collector, self._submitter, options) if options.repairs else None
+        )
 
     # Executing
 
@@ -61,7 +65,8 @@ class CompiledGraph:
         nothing was started). The inputs may be changed as soon as this returns.
 
         TypeError if the inputs are not those that the graph names; GraphValueError if an input cannot be pickled;
-        GraphActorDiedError or GraphClosedError if the graph has ended.
+        GraphActorDiedError or GraphClosedError if the graph has ended. With `on_death="repair"` also waits while an
+        actor restarts, and raises GraphActorDiedError if Ray does not restart it.
         """
         return self._submit(args, kwargs, self.timeout_s)
 
@@ -90,10 +95,11 @@ class CompiledGraph:
             if reason is NoMemory:
                 await asyncio.sleep(POLL_INTERVAL_S)
                 continue
-            # Another thread submits, perhaps pickling a large input: wait on a thread, not in the loop.
-            if reason is SubmitBusy:
+            # Another thread submits, perhaps pickling a large input, or the graph is repaired: wait on a thread.
+            if reason is SubmitBusy or reason is Paused:
                 loop = asyncio.get_running_loop()
-                await loop.run_in_executor(None, self._submitter.wait_until_free, remaining_s)
+                wait = self._submitter.wait_until_free if reason is SubmitBusy else self._submitter.wait_until_resumed
+                await loop.run_in_executor(None, wait, remaining_s)
                 continue
             try:
                 oldest = self._executions.pending[0]
@@ -246,6 +252,8 @@ class CompiledGraph:
         self._collector.fail(GraphClosedError("the graph was torn down; compile it again"))
         # Results first, then the actors: a pending `get` must not wait for an actor that is busy.
         self._collector.close(timeout)
+        if self._repairer is not None:
+            self._repairer.close(timeout)
         self._connections.close(timeout)
         self._submitter.release_memory(timeout)
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from raylane.core.deadline import Deadline
 from raylane.core.native import BUSY, Section
@@ -40,6 +41,18 @@ class NotAdmitted(GraphFullError):
     """There is no capacity, or no memory. `prepared` are the encoded inputs, for `submit_prepared`."""
 
     prepared: Prepared | None = None
+
+
+class Paused(NotAdmitted):
+    """The graph is being repaired. `prepared` are the encoded inputs."""
+
+
+class Pause(NamedTuple):
+    """Reason why no execution starts at present."""
+
+    reason: str
+    error: GraphError | None = None
+    """Error that `execute` raises at once; None if it waits."""
 
 
 class SubmitBusy(GraphFullError):
@@ -76,6 +89,14 @@ class Submitter:
         self._executions = executions
         self._collector = collector
         self._max_inflight = options.max_inflight
+        self._limit = options.max_inflight
+        """Number of executions that may be in flight at present: 0 while the graph is repaired."""
+        self._pause: Pause | None = None
+        """State of the repair, while it lasts."""
+        self._resumed = threading.Event()
+        self._resumed.set()
+        self._waits_for_capacity = False
+        """True while the thread that runs the section waits, and changes nothing."""
         self._timeout_s = options.timeout_s
         self._arguments = Arguments(plan)
         self._encode = Encoder().encode
@@ -122,7 +143,7 @@ class Submitter:
         else:
             inputs, values = prepared
         executions, collector = self._executions, self._collector
-        if timeout_s == 0 or executions.submitted - executions.completed >= self._max_inflight:
+        if timeout_s == 0 or executions.submitted - executions.completed >= self._limit:
             self._wait_for_capacity(inputs, values, timeout_s)
         number = executions.submitted
         # Outside of asyncio no message needs to wake a loop, and the actors save a system call.
@@ -149,16 +170,17 @@ class Submitter:
 
     def _wait_for_capacity(self, inputs: list[InputMessage], values: list[Any], timeout_s: float | None) -> None:
         try:
-            executions, most = self._executions, self._max_inflight
-            if executions.inflight >= most and not self._collector.collect_until(
-                lambda: executions.inflight < most, Deadline(timeout_s)
-            ):
-                if timeout_s != 0:
-                    raise self.timeout_error()
-                raise NotAdmitted(
-                    f"{most} executions are under way, which is max_inflight: get a result first, or call execute, "
-                    "which waits"
-                )
+            deadline = Deadline(timeout_s)
+            # Again after each wait: the graph may have been paused since the thread has seen that it may go on.
+            while not self._has_capacity():
+                self._raise_if_halted()
+                self._waits_for_capacity = True
+                try:
+                    admitted = self._collector.collect_until(self._has_capacity_or_halted, deadline)
+                finally:
+                    self._waits_for_capacity = False
+                if not admitted:
+                    raise self._not_admitted(timeout_s)
             if timeout_s == 0 and not has_memory(self._connections.pool, inputs):
                 raise NoMemory(
                     "no memory for this input: readers keep arrays that they received. Try again, or drop those arrays"
@@ -168,6 +190,57 @@ class Submitter:
             raise
         if self._lifecycle.error is not None:  # again: the graph may have ended during the wait
             raise self._ended()
+
+    def _has_capacity(self) -> bool:
+        # A graph that has ended admits the thread, which then raises the reason.
+        return self._executions.inflight < self._limit or self._lifecycle.error is not None
+
+    def _has_capacity_or_halted(self) -> bool:
+        pause = self._pause
+        return self._has_capacity() or (pause is not None and pause.error is not None)
+
+    def _raise_if_halted(self) -> None:
+        pause = self._pause
+        if pause is not None and pause.error is not None:
+            raise type(pause.error)(pause.error.message, **pause.error.fields)
+
+    def _not_admitted(self, timeout_s: float | None) -> GraphError:
+        """Return the error for an execution that got no capacity."""
+        if timeout_s != 0:
+            return self.timeout_error()
+        pause = self._pause
+        if pause is not None:
+            return Paused(f"{pause.reason}: try again later, or call execute, which waits")
+        return NotAdmitted(
+            f"{self._max_inflight} executions are under way, which is max_inflight: get a result first, or call "
+            "execute, which waits"
+        )
+
+    # Repair
+
+    def pause(self, pause: Pause) -> None:
+        """Start no execution from now on, for this reason. From any thread. A second call replaces the reason."""
+        self._resumed.clear()
+        self._pause = pause
+        self._limit = 0
+        if pause.error is not None:
+            self._resumed.set()
+            self._collector.notify()
+
+    def resume(self) -> None:
+        """Start executions again. From any thread."""
+        self._limit = self._max_inflight
+        self._pause = None
+        self._resumed.set()
+        self._collector.notify()
+
+    def is_quiet(self) -> bool:
+        """Return True if no thread writes messages, after `pause`: then none does until `resume`."""
+        return not self._section.locked or self._waits_for_capacity
+
+    def wait_until_resumed(self, timeout_s: float | None) -> None:
+        """Wait until the graph is repaired or has ended, at most `timeout_s` and CHECK_S seconds. Runs on a thread."""
+        self._resumed.wait(CHECK_S if timeout_s is None else min(timeout_s, CHECK_S))
 
     def _submit_after_wait(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float | None, prepared: Prepared | None
@@ -217,6 +290,12 @@ class Submitter:
 
     def timeout_error(self) -> GraphTimeoutError:
         """Return the error for an execution that got no capacity in time."""
+        pause = self._pause
+        if pause is not None:
+            return GraphTimeoutError(
+                f"{pause.reason}, for longer than {self._timeout_s} s. Nothing was started: execute again, or raise "
+                "timeout"
+            )
         return GraphTimeoutError(
             f"{self._max_inflight} executions were under way for {self._timeout_s} s: "
             f"{self._collector.describe_wait(self._executions.completed)}. Nothing was started; raise timeout, or "

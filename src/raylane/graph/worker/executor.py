@@ -14,7 +14,7 @@ import functools
 import inspect
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from types import CoroutineType
 from typing import Any
@@ -48,12 +48,14 @@ _UNLOCKED = contextlib.nullcontext()
 class InboundEdge:
     """One edge into this actor."""
 
-    __slots__ = ("bytes", "edge", "fatal", "label", "read", "reader", "value", "writer")
+    __slots__ = ("bytes", "edge", "fatal", "label", "lost_before", "read", "reader", "value", "writer")
 
     def __init__(self, edge: Edge, reader: RingReader, label: str, fatal: bool) -> None:
         self.edge = edge.index
         self.writer = edge.writer
         """Member that computes the value; a relay may pass it on."""
+        self.lost_before = 0
+        """Number of an execution: of earlier ones, messages that have not arrived are lost, because the writer died."""
         self.reader = reader
         self.read = reader.read
         self.value = edge.value
@@ -147,6 +149,7 @@ class Executor:
         on_failure: Callable[[int, Message, int], None],
         timeout_s: float | None,
         doorbell: ProcessDoorbell | None = None,
+        first_execution: int = 0,
     ) -> None:
         """Prepare all tasks of `member`. `readers` and `writers` are those of its edges.
 
@@ -157,7 +160,7 @@ class Executor:
         fatal_here = plan.fatal_inputs(member)
         self.plan = plan
         self.member = member
-        self.execution = 0
+        self.execution = first_execution
         """Number of the execution that the next task belongs to."""
         self.recorder = native.Recorder(len(plan.tasks), KEPT_RECORDS)
         self.inbound = {
@@ -252,8 +255,11 @@ class Executor:
             try:
                 message = inbound.read(self.values, inbound.value, self.before_user_code)
                 if message is None:
-                    return False
-                if type(message) is int:
+                    if self.execution >= inbound.lost_before:
+                        return False
+                    inbound.reader.sequence += 1
+                    self.values[inbound.value] = self._lost(inbound, inbound.writer)
+                elif type(message) is int:
                     self.flags |= message
                 else:
                     self._read(inbound, *message)
@@ -269,6 +275,16 @@ class Executor:
         self._run(self._task)
         self._end_task()
         return True
+
+    def mark_dead(self, members: Collection[int], execution: int) -> None:
+        """Treat messages that these members have not sent before `execution` as lost. Their processes have ended."""
+        for inbound in self.inbound.values():
+            if inbound.writer in members:
+                inbound.lost_before = execution
+
+    def has_run_all_before(self, execution: int) -> bool:
+        """Return True if the next task is the first one of `execution`."""
+        return self.execution == execution and self._next == 0
 
     @property
     def needs_polling(self) -> bool:
