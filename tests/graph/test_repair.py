@@ -421,3 +421,78 @@ def test_compile_refuses_graphs_that_cannot_be_repaired(workers: list[Any]) -> N
         chain(workers, "echo", on_death="restart")
     with pytest.raises(GraphPlanError, match=r"on_death='repair' needs.*Worker#1\.echo has 'tcp'"):
         compiled(lambda x: bind(workers[1].echo, bind(workers[0].echo, x).with_tensor_transport("tcp")))
+
+
+class Other:
+    """Actor without the methods that the graphs call."""
+
+    def nothing(self) -> None:
+        return
+
+
+@pytest.mark.claim("graphs", "an actor that Ray does not restart can be replaced in a running graph")
+def test_replace_lets_the_graph_continue(victims: Victims, workers: list[Any]) -> None:
+    for victim in (old := [victims.take(Worker) for _ in range(2)]):
+        answer_of(victim, "count")
+    with chain([workers[0], *old], "echo", "wait_unless", "echo") as g:
+        with pytest.raises(raylane.errors.GraphError, match=r"replace: Worker#2 runs, or Ray has restarted it"):
+            g.replace(old[0], workers[1])
+        with pytest.raises(GraphPlanError, match="the old actor is not in the graph"):
+            g.replace(workers[3], workers[1])
+        result = g.execute(0)
+        kill(*old)
+        fails(result, *old)
+        with pytest.raises(GraphPlanError, match="Worker is in the graph already, in another place"):
+            g.replace(old[0], workers[0])
+        g.replace(old[0], workers[1])
+        with pytest.raises(GraphActorDiedError, match="Worker#3 is dead") as death:
+            g.execute(1)
+        assert death.value.fields["actor"] == old[1]._actor_id.hex()
+        g.replace(old[1], workers[2])
+        assert [g.execute(1).get() for _ in range(5)] == [1] * 5
+        kill(workers[1])  # the new one, which Ray restarts
+        assert value_of(g, 1) == 1
+        with g.recompile() as again:
+            assert again.execute(1).get() == 1
+
+
+def test_replace_by_an_unfit_actor_raises_and_can_be_repeated(victims: Victims, workers: list[Any]) -> None:
+    old, unfit, dead = victims.take(Worker), victims.take(Other), victims.take(Worker)
+    pids = [pid_of(old), pid_of(dead)]
+    with chain([workers[0], old], "echo", "add") as g:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        with pytest.raises(GraphActorDiedError):
+            value_of(g, 1)
+        with pytest.raises(GraphPlanError, match="Other has no method 'add'"):
+            g.replace(old, unfit)
+        with pytest.raises(GraphPlanError, match="Other has no method 'add'"):
+            g.execute(1)
+        with pytest.raises(GraphActorDiedError, match="Worker#2 is dead"):
+            g.replace(old, dead)
+        g.replace(old, workers[1])
+        assert g.execute(1).get() == 1
+
+
+def test_replace_does_not_wait_for_ray_to_restart_the_actor(workers: list[Any], eventually: Eventually) -> None:
+    with chain(workers, "echo", "wait_unless") as g:
+        result = g.execute(0)
+        kill(workers[1])
+        fails(result, workers[1])
+        until(g, RepairState.AWAITING, eventually)
+        g.replace(workers[1], workers[2])
+        assert g.execute(1).get() == 1
+
+
+def test_replace_after_teardown_raises_that_the_graph_has_ended(workers: list[Any]) -> None:
+    g = chain(workers, "echo")
+    g.teardown()
+    with pytest.raises(GraphClosedError, match="torn down"):
+        g.replace(workers[0], workers[1])
+    with (
+        chain(workers, "echo", on_death="end") as g,
+        pytest.raises(raylane.errors.GraphError, match=r"replace needs a graph.*on_death='repair'"),
+    ):
+        g.replace(workers[0], workers[1])
+    with chain(workers, "echo") as g, pytest.raises(TypeError, match="replace: str is no actor"):
+        g.replace(workers[0], "worker")

@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+from raylane import _ray
 from raylane.core import trace_file
 from raylane.core.deadline import Deadline
 from raylane.errors import GraphClosedError, GraphError, GraphFullError
@@ -241,6 +242,25 @@ class CompiledGraph:
         actors = self._connections.actors
         wait_until_alive(self.plan, actors, self._options.start_timeout_s)
         return CompiledGraph(self.plan, actors, self._options)
+
+    def replace(self, old_actor: Any, new_actor: Any) -> None:
+        """Let another actor take the place of a dead one that Ray does not restart. Only with `on_death="repair"`.
+
+        Waits until the new actor has started and its channels are open, at most the graph's `timeout` (600 s without
+        one). The new actor needs the methods that the graph calls; the handle of the dead one stays in constants. With
+        the same actor twice this waits again for a restart that Ray was too late with.
+
+        GraphPlanError if the new actor cannot take part (then call this again), GraphActorDiedError if it has died,
+        GraphTimeoutError if it is not ready in time, GraphError if the old actor is alive.
+        """
+        if self._repairer is None:
+            raise GraphError(
+                "replace needs a graph that was compiled with on_death='repair'. Compile with another actor"
+            )
+        for actor in (old_actor, new_actor):
+            if not _ray.is_handle(actor):
+                raise TypeError(f"replace: {type(actor).__name__} is no actor: pass handles of actors")
+        self._repairer.replace(old_actor, new_actor)
 
     def teardown(self, timeout: float = 5.0) -> None:
         """End the graph and free its memory.

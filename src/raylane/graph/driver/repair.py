@@ -27,11 +27,11 @@ import ray
 from raylane import _ray
 from raylane.core.deadline import Deadline
 from raylane.core.process.place import Place, alive
-from raylane.errors import GraphActorDiedError, GraphClosedError, GraphError, GraphPlanError
+from raylane.errors import GraphActorDiedError, GraphClosedError, GraphError, GraphPlanError, GraphTimeoutError
 from raylane.graph.channels.layout import GraphOptions
 from raylane.graph.driver.channel_setup import ChannelSetup
 from raylane.graph.driver.collect import Collector
-from raylane.graph.driver.connections import Connections
+from raylane.graph.driver.connections import EXIT_S, Connections
 from raylane.graph.driver.deploy import answer_of, remember
 from raylane.graph.driver.repair_states import WORKING, RepairEvent, RepairPlan, RepairState
 from raylane.graph.driver.submit import Pause, Submitter
@@ -72,6 +72,8 @@ class Repairer:
         self._ended: dict[int, Place] = {}
         """Last process of each member whose death was noted: it may be reported by several threads."""
         self._thread: threading.Thread | None = None
+        self._members = {_ray.actor_id_of(actor): member for member, actor in enumerate(connections.actors, 1)}
+        """Member in whose place an actor is, or was until it died, by actor id."""
         self._new_processes: dict[int, ActorInfo] = {}
         """Processes that take the place of dead ones. For the thread only."""
         self._steps: dict[RepairState, Callable[[int, dict[int, int]], None]] = {
@@ -105,6 +107,51 @@ class Repairer:
             self._plan.died(member)
             return self._start()
 
+    def replace(self, old_actor: Any, new_actor: Any) -> None:
+        """Let another actor take the place of a dead one. Waits until its channels are open; see `CompiledGraph`."""
+        old_id, new_id = _ray.actor_id_of(old_actor), _ray.actor_id_of(new_actor)
+        member, name = self._member_of(old_id), self._connections.plan.members[self._member_of(old_id)]
+        present_ids = [_ray.actor_id_of(actor) for actor in self._connections.actors]
+        if new_id in present_ids and present_ids.index(new_id) != member - 1:
+            raise GraphPlanError(
+                f"replace: {_ray.class_name_of(new_actor)} is in the graph already, in another place. Start a new actor"
+            )
+        with self._changed:
+            # The user may know of the death before this process does.
+            self._changed.wait_for(lambda: member in self._plan.dead or not self._is_running(), EXIT_S)
+            self._raise_if_ended()
+            if member not in self._plan.dead or self._plan.state is RepairState.OPENING:
+                raise GraphError(f"replace: {name} runs, or Ray has restarted it. Only a dead actor can be replaced")
+            self._connections.actors[member - 1] = new_actor
+            self._members[new_id] = member
+            self._plan.replaced(member)
+            self._start()
+            ended = self._changed.wait_for(lambda: self._plan.state not in WORKING, self._timeout_s)
+            self._raise_if_ended()
+            reason = self._plan.reason
+        if not ended:
+            raise GraphTimeoutError(
+                f"replace: the new actor for {name} did not join within {self._timeout_s} s. The graph continues to "
+                "wait for it: execute later"
+            )
+        # The reason may be another dead actor, which the next call replaces.
+        if reason is not None and reason.fields.get("actor", new_id) == new_id:
+            raise type(reason)(reason.message, **reason.fields)
+
+    def _member_of(self, actor_id: str) -> int:
+        try:
+            return self._members[actor_id]
+        except KeyError:
+            raise GraphPlanError("replace: the old actor is not in the graph. Pass the handle that was bound") from None
+
+    def _is_running(self) -> bool:
+        return self._connections.lifecycle.running and self._plan.state is not RepairState.ENDED
+
+    def _raise_if_ended(self) -> None:
+        if not self._is_running():
+            error = self._connections.lifecycle.error or GraphClosedError("the graph has ended; compile it again")
+            raise type(error)(error.message, **error.fields)
+
     def close(self, timeout_s: float) -> None:
         """Stop: nothing is repaired from now on. Waits at most `timeout_s` seconds for the thread to end."""
         with self._changed:
@@ -115,7 +162,9 @@ class Repairer:
             thread.join(timeout_s)
 
     def _start(self) -> bool:
-        """Start the thread if it does not run. Return False if that is impossible. Call with the lock held."""
+        """Begin a round. Return False if its thread cannot be started. Call with the lock held."""
+        names = self._names(self._plan.dead)
+        self._submitter.pause(Pause(f"{names} ended, and the executions in flight have not ended yet"))
         self._changed.notify_all()
         if self._thread is None:
             thread = threading.Thread(target=self._run, name="raylane-repair", daemon=True)
@@ -175,7 +224,6 @@ class Repairer:
 
     def _settle(self, began: int, dead: dict[int, int]) -> None:
         """Let the executions in flight end."""
-        self._submitter.pause(Pause(f"{self._names(dead)} ended, and the executions in flight have not ended yet"))
         connections = self._connections
         connections.control.dead.update(dead)
         assert connections.pool is not None
