@@ -15,8 +15,9 @@
     │   ├── GraphValueError            a value cannot travel: it cannot be pickled, or is too large
     │   ├── GraphTimeoutError          a wait passed its deadline (also a TimeoutError)
     │   ├── GraphFullError             `execute_nowait` was called while `max_inflight` executions were running
+    │   ├── GraphCancelledError        `cancel` was called for an execution
     │   ├── GraphClosedError           the graph was torn down, or broke; compile it again
-    │   └── GraphActorDiedError        an actor of the graph died, which closed the graph
+    │   └── GraphActorDiedError        an actor of the graph died, which closed the graph or is repaired
     ├── WorkerGroupError
     │   ├── WorkerLostError            a worker of a group died
     │   └── WorkerCallError            a worker's method raised, or did not answer in time
@@ -58,6 +59,7 @@ __all__ = [
     "ConfigError",
     "DataError",
     "GraphActorDiedError",
+    "GraphCancelledError",
     "GraphClosedError",
     "GraphDeadlockError",
     "GraphError",
@@ -174,6 +176,10 @@ class GraphFullError(GraphError):
     The reason is that `max_inflight` executions are running, that no memory is left for the input, or that another
     thread is submitting an input. Get a result, drop arrays that are kept, or call `execute`, which waits.
     """
+
+
+class GraphCancelledError(GraphError):
+    """`GraphResult.cancel` was called before the execution had ended. The field `execution` is its number."""
 
 
 class GraphClosedError(GraphError):

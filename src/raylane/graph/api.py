@@ -13,6 +13,7 @@ from raylane.core.deadline import START_S
 from raylane.errors import GraphPlanError
 from raylane.graph import nodes, ray_dag
 from raylane.graph.plan import planner, schedule
+from raylane.graph.plan.ir import INPUT
 
 DEFAULT_MAX_LENT_BYTES = 4 << 30
 
@@ -102,6 +103,8 @@ def compile(
     plan, actors = planner.plan(output, identify=identify, name=_ray.class_name_of, order=order, overlap=overlap)
     plan = dataclasses.replace(plan, leaves_are_fatal=fail_fast == "leaves")
     schedule.check(plan, max_inflight)
+    if any(value.source == INPUT and value.steps[:1] and value.steps[0][-1] == "timeout_s" for value in plan.values):
+        raise GraphPlanError("an input cannot have the name timeout_s: execute has an option of this name. Rename it")
     if inline:
         from raylane.graph.inline import InlineGraph
 

@@ -67,6 +67,8 @@ class GraphLayout:
     """Rings by (channel, member that writes there: the writer itself or a relay)."""
     sources: Mapping[int, Source]
     """Address of each process to which this one opens a link."""
+    deadlines: str = ""
+    """Path of the deadlines of executions (`channels.deadlines`); empty for a process on another host."""
     first_execution: int = 0
     """Number of the first execution in which this process takes part."""
 

@@ -20,6 +20,7 @@ from raylane.core.signals import semaphore
 from raylane.core.signals.semaphore import SEMAPHORE_BYTES
 from raylane.errors import GraphPlanError
 from raylane.graph.channels import ring
+from raylane.graph.channels.deadlines import ExecutionDeadlines
 from raylane.graph.channels.ends import ChannelEnds
 from raylane.graph.channels.layout import GraphLayout, GraphOptions
 from raylane.graph.channels.lease import LeasePool
@@ -72,6 +73,7 @@ class ChannelSetup:
                 self._links[member].append(link)
         self._rings: dict[tuple[int, int], RingSpec] = {}
         """Rings by (channel, member that writes there: the writer itself or a relay)."""
+        self._deadlines_path = ""
         self._made: list[Segment] = [connections.doorbell.segment]
         """Segments of this process that other processes open."""
         self._sources: dict[int, Source] = {}
@@ -99,11 +101,17 @@ class ChannelSetup:
             links=tuple(links),
             rings={at: self._rings[at] for at in used if at in self._rings},
             sources={to: self._sources[to] for _, to, _ in links if to in self._sources},
+            deadlines=self._deadlines_path if self._hosts[member] == self._hosts[DRIVER] else "",
             first_execution=first_execution,
         )
 
     def create_rings(self) -> None:
-        """Create all rings of the driver's host. Writers on other hosts create theirs."""
+        """Create all rings of the driver's host, and the deadlines. Writers on other hosts create theirs."""
+        slots = self.options.max_inflight
+        deadlines = Segment.make(ExecutionDeadlines.size_of(slots))
+        self._made.append(deadlines)
+        self._deadlines_path = deadlines.path
+        self._connections.deadlines = ExecutionDeadlines(deadlines, slots)
         routes = self._connections.routes.all
         driver_layout = self._layout(DRIVER)
         sizes = {

@@ -22,7 +22,14 @@ from typing import Any
 from raylane.core.deadline import Deadline
 from raylane.core.native import BUSY, DamagedRing, Section
 from raylane.core.signals.semaphore import post
-from raylane.errors import GraphActorDiedError, GraphClosedError, GraphError, GraphValueError
+from raylane.errors import (
+    GraphActorDiedError,
+    GraphCancelledError,
+    GraphClosedError,
+    GraphError,
+    GraphTimeoutError,
+    GraphValueError,
+)
 from raylane.graph.channels.lease import SegmentGone
 from raylane.graph.channels.published import Fetch, Fetched, fetched_edge
 from raylane.graph.channels.ring import RingReader
@@ -33,7 +40,7 @@ from raylane.graph.driver.result import Executions, GraphResult, complete_result
 from raylane.graph.lifecycle import Event
 from raylane.graph.plan.ir import DRIVER, Edge, Plan, Ref
 from raylane.graph.values import message as messages
-from raylane.graph.values.failures import Failure
+from raylane.graph.values.failures import Failure, error_message
 from raylane.graph.values.message import ERROR, TICKET
 
 CHECK_S = 1.0
@@ -78,6 +85,9 @@ class Collector:
             CollectedEdge(reader, plan.edges[edge], fetched_edge(plan, plan.edges[edge], DRIVER, timeout_s))
             for edge, reader in connections.readers.items()
         ]
+        self._deadlines = connections.deadlines
+        self.expiring: dict[GraphResult, Deadline] = {}
+        """Own deadline of each execution that has one and may be in flight."""
         self._any_closed = False
         """True if the writer of an edge is dead."""
         self._fetching: list[CollectedEdge] = []
@@ -161,7 +171,10 @@ class Collector:
                     continue
                 doorbell.read = doorbell.consumed  # it was `notify`
             # At most a second: a safety net in case a wake-up is missed.
-            if not doorbell.wait(CHECK_S if remaining_s is None else min(remaining_s, CHECK_S)):
+            slice_s = CHECK_S if remaining_s is None else min(remaining_s, CHECK_S)
+            if self.expiring:
+                slice_s = min(slice_s, *(deadline.left_s() or 0 for deadline in tuple(self.expiring.values())))
+            if not doorbell.wait(slice_s):
                 self._poll_reports()
 
     def _follow(self, ready: Callable[[], bool], deadline: Deadline) -> None:
@@ -243,6 +256,8 @@ class Collector:
                         break
                     settled = executions.settle(result, self._output_value) if failure is None else None
                     completed |= self._arrived(edge, result, failure) if settled is None else settled
+            if self.expiring:
+                self._expire()
             while executions.early_failures:
                 execution, body = executions.early_failures.popleft()
                 # A report may come after its execution has ended with the same error; then the index is negative.
@@ -259,6 +274,8 @@ class Collector:
             reason = messages.error_text(error, repr)
             self.fail(GraphClosedError(f"reading results was interrupted: {reason}; compile again"))
             raise
+        if completed and self.expiring:
+            self._expire()  # forgets the results that are done: the graph must not keep their values
         if self._lifecycle.error is not None and executions.pending:
             for edge in self._fetching:  # their threads end by themselves
                 edge.fetching = None
@@ -270,6 +287,32 @@ class Collector:
                 result.end()
             completed = True
         return completed
+
+    def _expire(self) -> None:
+        """Let executions fail whose own deadline has passed."""
+        for result, deadline in tuple(self.expiring.items()):
+            passed = deadline.left_s() == 0
+            if passed and not result._done:
+                error = GraphTimeoutError(
+                    f"execution {result.number} did not end within its timeout_s of {deadline.timeout_s} s: "
+                    f"{self.describe_wait(result.number)}. Calls that had not begun are skipped; the next results wait "
+                    "for the call that runs",
+                    execution=result.number,
+                )
+                self.executions.early_failures.append((result.number, error_message(error, "execute").body))
+            if passed or result._done:
+                self.expiring.pop(result, None)
+
+    def cancel(self, result: GraphResult) -> bool:
+        """Let an execution fail, and its calls that have not begun be skipped. See `GraphResult.cancel`."""
+        if result._done:
+            return False
+        self._deadlines.cancel(result.number)
+        error = GraphCancelledError(f"execution {result.number} was cancelled", execution=result.number)
+        self.executions.early_failures.append((result.number, error_message(error, "cancel").body))
+        self.notify()
+        self.look()
+        return True
 
     def _take_fetched(self, edge: CollectedEdge) -> bool:
         """Take over the tensors of a message if they have arrived. Return True if that completed a result."""

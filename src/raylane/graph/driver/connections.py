@@ -15,6 +15,7 @@ from raylane.core.process.place import Place, alive, here
 from raylane.core.process.watcher import Watch, watcher
 from raylane.core.signals import wake
 from raylane.errors import GraphClosedError, GraphError, GraphTimeoutError
+from raylane.graph.channels.deadlines import ExecutionDeadlines
 from raylane.graph.channels.lease import LeasePool, LeaseReader
 from raylane.graph.channels.peer_network import PeerNetwork
 from raylane.graph.channels.published import EdgeWriter, PublishingWriter
@@ -66,6 +67,8 @@ class Connections:
         """Reading end of each edge that leads to the driver."""
         self.pool: LeasePool | None = None
         """Memory for inputs."""
+        self.deadlines: ExecutionDeadlines
+        """Deadlines of executions, which actors on this host see; set by `ChannelSetup`."""
         self.leases = LeaseReader()
         # Looked up now: an error message must not need a handle whose actor is dead.
         ids = [_ray.actor_id_of(actor) for actor in self.actors]

@@ -59,39 +59,48 @@ class CompiledGraph:
 
     # Executing
 
-    def execute(self, *args: Any, **kwargs: Any) -> GraphResult:
+    def execute(self, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> GraphResult:
         """Start one execution with these inputs and return its result, which may not be done yet.
 
         Waits while `max_inflight` executions are under way, at most the graph's `timeout` (GraphTimeoutError; then
         nothing was started). The inputs may be changed as soon as this returns.
 
+        `timeout_s` is a deadline for this execution, the wait included: then its result fails with GraphTimeoutError,
+        and actors on this host skip its calls that have not begun. A method that runs is not interrupted.
+
         TypeError if the inputs are not those that the graph names; GraphValueError if an input cannot be pickled;
         GraphActorDiedError or GraphClosedError if the graph has ended. With `on_death="repair"` also waits while an
         actor restarts, and raises GraphActorDiedError if Ray does not restart it.
         """
-        return self._submit(args, kwargs, self.timeout_s)
+        if timeout_s is None:
+            return self._submit(args, kwargs, self.timeout_s)
+        wait_s = timeout_s if self.timeout_s is None else min(timeout_s, self.timeout_s)
+        return self._submit(args, kwargs, wait_s, Deadline(timeout_s))
 
-    def execute_nowait(self, *args: Any, **kwargs: Any) -> GraphResult:
+    def execute_nowait(self, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> GraphResult:
         """Start one execution like `execute`, but raise GraphFullError instead of waiting."""
-        return self._submit(args, kwargs, 0)
+        return self._submit(args, kwargs, 0, None if timeout_s is None else Deadline(timeout_s))
 
-    async def execute_async(self, *args: Any, **kwargs: Any) -> GraphResult:
+    async def execute_async(self, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> GraphResult:
         """Start one execution like `execute`, but let the event loop run during the wait. Await the result as well."""
+        own = None if timeout_s is None else Deadline(timeout_s)
         deadline = Deadline(self.timeout_s)
+        if own is not None and own.at < deadline.at:
+            deadline = own
         prepared: Prepared | None = None
         while True:
             try:
                 # The inputs are encoded once, however often this waits.
                 if prepared is not None:
-                    return self._submitter.submit_prepared(prepared)
-                return self._submit(args, kwargs, 0)
+                    return self._submitter.submit_prepared(prepared, own)
+                return self._submit(args, kwargs, 0, own)
             except GraphFullError as error:
                 reason = type(error)
                 if isinstance(error, NotAdmitted):
                     prepared = error.prepared
             remaining_s = deadline.left_s()
             if remaining_s is not None and remaining_s <= 0:
-                raise self._submitter.timeout_error() from None
+                raise self._submitter.timeout_error(deadline.timeout_s) from None
             # Readers post no doorbell when they return memory, so this is the one wait that polls.
             if reason is NoMemory:
                 await asyncio.sleep(POLL_INTERVAL_S)
@@ -107,7 +116,7 @@ class CompiledGraph:
             except IndexError:  # an execution has ended meanwhile
                 await asyncio.sleep(0)
             else:
-                await oldest.wait_until_ended(self._collector)
+                await oldest.wait_until_ended(self._collector, None if own is None else remaining_s)
 
     @property
     def spans_hosts(self) -> bool:

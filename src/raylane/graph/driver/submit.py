@@ -85,6 +85,7 @@ class Submitter:
         self._section = Section()
         """One thread at a time submits."""
         self._connections = connections
+        self._deadlines = connections.deadlines
         self._lifecycle = connections.lifecycle
         self._executions = executions
         self._collector = collector
@@ -97,7 +98,6 @@ class Submitter:
         self._resumed.set()
         self._waits_for_capacity = False
         """True while the thread that runs the section waits, and changes nothing."""
-        self._timeout_s = options.timeout_s
         self._arguments = Arguments(plan)
         self._encode = Encoder().encode
         self._fatal = plan.fatal_values
@@ -111,24 +111,34 @@ class Submitter:
         """(writer, encoder, value) of each input."""
         forks.register(self)
 
-    def submit(self, args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float | None) -> GraphResult:
-        """Start one execution. Waits at most `timeout_s` seconds for capacity (0: raises GraphFullError instead)."""
+    def submit(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float | None, deadline: Deadline | None = None
+    ) -> GraphResult:
+        """Start one execution, which fails at `deadline`.
+
+        Waits at most `timeout_s` seconds for capacity (0: raises GraphFullError instead).
+        """
         if self._lifecycle.error is not None:
             raise self._ended()
-        result: GraphResult = self._section.run(0, self._submit, args, kwargs, timeout_s, None)
+        result: GraphResult = self._section.run(0, self._submit, args, kwargs, timeout_s, None, deadline)
         if result is BUSY:
-            result = self._submit_after_wait(args, kwargs, timeout_s, None)
+            result = self._submit_after_wait(args, kwargs, timeout_s, None, deadline)
         return result
 
-    def submit_prepared(self, prepared: Prepared) -> GraphResult:
+    def submit_prepared(self, prepared: Prepared, deadline: Deadline | None) -> GraphResult:
         """Start an execution whose inputs an earlier attempt has encoded. Does not wait, and raises like `submit`."""
-        result: GraphResult = self._section.run(0, self._submit, (), {}, 0, prepared)
+        result: GraphResult = self._section.run(0, self._submit, (), {}, 0, prepared, deadline)
         if result is BUSY:
-            result = self._submit_after_wait((), {}, 0, prepared)
+            result = self._submit_after_wait((), {}, 0, prepared, deadline)
         return result
 
     def _submit(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float | None, prepared: Prepared | None
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout_s: float | None,
+        prepared: Prepared | None,
+        deadline: Deadline | None,
     ) -> GraphResult:
         """Encode the inputs, unless they are, wait for capacity, and send them."""
         if prepared is None:
@@ -150,6 +160,8 @@ class Submitter:
         wakes = collector.bridge.active and asyncio._get_running_loop() is not None
         flags = WAKE if wakes else 0
         result = GraphResult(collector, number, collector.edge_count, values, wakes)
+        if self._deadlines.used or deadline is not None:
+            self._set_deadline(result, deadline)
         try:
             executions.pending.append(result)  # before the first message: its answer may come at once
             executions.submitted = number + 1
@@ -167,6 +179,14 @@ class Submitter:
             self._interrupted(number, error)
             raise
         return result
+
+    def _set_deadline(self, result: GraphResult, deadline: Deadline | None) -> None:
+        """Show the actors the deadline of an execution, or that it has none."""
+        if deadline is None or deadline.at == math.inf:
+            self._deadlines.clear(result.number)
+        else:
+            self._deadlines.set(result.number, deadline.at)
+            self._collector.expiring[result] = deadline
 
     def _wait_for_capacity(self, inputs: list[InputMessage], values: list[Any], timeout_s: float | None) -> None:
         try:
@@ -207,7 +227,7 @@ class Submitter:
     def _not_admitted(self, timeout_s: float | None) -> GraphError:
         """Return the error for an execution that got no capacity."""
         if timeout_s != 0:
-            return self.timeout_error()
+            return self.timeout_error(timeout_s)
         pause = self._pause
         if pause is not None:
             return Paused(f"{pause.reason}: try again later, or call execute, which waits")
@@ -243,7 +263,12 @@ class Submitter:
         self._resumed.wait(CHECK_S if timeout_s is None else min(timeout_s, CHECK_S))
 
     def _submit_after_wait(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float | None, prepared: Prepared | None
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout_s: float | None,
+        prepared: Prepared | None,
+        deadline: Deadline | None,
     ) -> GraphResult:
         """Submit like `_submit`, after the wait for a thread that submits at the moment."""
         if self._section.runs_here():
@@ -254,9 +279,9 @@ class Submitter:
         if timeout_s == 0:
             raise SubmitBusy("another thread is submitting an execution: try again, or call execute, which waits")
         wait_s = math.inf if timeout_s is None else timeout_s
-        result: GraphResult = self._section.run(wait_s, self._submit, args, kwargs, timeout_s, prepared)
+        result: GraphResult = self._section.run(wait_s, self._submit, args, kwargs, timeout_s, prepared, deadline)
         if result is BUSY:
-            raise self.timeout_error()
+            raise self.timeout_error(timeout_s)
         return result
 
     def wait_until_free(self, timeout_s: float | None) -> None:
@@ -288,16 +313,15 @@ class Submitter:
         assert error is not None
         return type(error)(error.message, **error.fields)
 
-    def timeout_error(self) -> GraphTimeoutError:
-        """Return the error for an execution that got no capacity in time."""
+    def timeout_error(self, timeout_s: float | None) -> GraphTimeoutError:
+        """Return the error for an execution that got no capacity in `timeout_s` seconds."""
         pause = self._pause
         if pause is not None:
             return GraphTimeoutError(
-                f"{pause.reason}, for longer than {self._timeout_s} s. Nothing was started: execute again, or raise "
-                "timeout"
+                f"{pause.reason}, for longer than {timeout_s} s. Nothing was started: execute again, or raise timeout"
             )
         return GraphTimeoutError(
-            f"{self._max_inflight} executions were under way for {self._timeout_s} s: "
+            f"{self._max_inflight} executions were under way for {timeout_s} s: "
             f"{self._collector.describe_wait(self._executions.completed)}. Nothing was started; raise timeout, or "
             "look for a slow call in stats()"
         )

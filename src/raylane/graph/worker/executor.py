@@ -25,6 +25,7 @@ from raylane import _ray
 from raylane.core import native
 from raylane.core.deadline import Deadline
 from raylane.errors import GraphActorDiedError, GraphError, GraphPlanError, GraphTimeoutError, GraphValueError
+from raylane.graph.channels.deadlines import ExecutionDeadlines
 from raylane.graph.channels.lease import PoolFull, SegmentGone
 from raylane.graph.channels.published import EdgeWriter, PublishingWriter, fetched_edge
 from raylane.graph.channels.ring import WAKE, ProcessDoorbell, RingReader
@@ -150,6 +151,7 @@ class Executor:
         timeout_s: float | None,
         doorbell: ProcessDoorbell | None = None,
         first_execution: int = 0,
+        deadlines: ExecutionDeadlines | None = None,
     ) -> None:
         """Prepare all tasks of `member`. `readers` and `writers` are those of its edges.
 
@@ -179,6 +181,7 @@ class Executor:
         self._reported = -1
         """Last execution whose failure was reported."""
         self._timeout_s = timeout_s
+        self._deadlines = deadlines
         self._encoder = Encoder()
         self.values: list[Any] = [None] * len(plan.values)
         """Values of the current execution; the prepared list is copied for each."""
@@ -272,7 +275,10 @@ class Executor:
             missing.pop()
         if self.fetches.pending and not self._take_fetched():
             return False
-        self._run(self._task)
+        deadlines = self._deadlines
+        # The word is looked at here, because most executions have no deadline.
+        refused = deadlines is not None and deadlines.words[self.execution % deadlines.slots] != 0
+        self._run(self._task, self._refusal(self._task) if refused else None)
         self._end_task()
         return True
 
@@ -362,14 +368,22 @@ class Executor:
         refused = GraphValueError(f"{inbound.label} could not be unpickled by {me}: {messages.error_text(error, repr)}")
         return Failure(self._failed(error_message(refused, me), inbound.fatal))
 
-    def _run(self, task: PreparedTask) -> None:
-        """Call the method and send its result, or pass on the failure of an input."""
+    def _refusal(self, task: PreparedTask) -> Failure[Message] | None:
+        """Return the failure of a call that must not begin, because its execution was cancelled or is too late."""
+        assert self._deadlines is not None
+        error = self._deadlines.refusal(self.execution, task.label)
+        return None if error is None else Failure(self._failed(error_message(error, task.label), task.reports))
+
+    def _run(self, task: PreparedTask, refusal: Failure[Message] | None = None) -> None:
+        """Call the method and send its result, or pass on the failure of an input, or a refusal to call."""
         values, recorder = self.values, self.recorder
         if self.before_user_code is not None:
             self.before_user_code()
         recorder.started()
         try:
-            if task.single_argument is None or self._lock is not None:
+            if refusal is not None:
+                result: Any = refusal
+            elif task.single_argument is None or self._lock is not None:
                 result = self._call(task, values)
             elif type(result := values[task.single_argument]) is not Failure:
                 result = task.call(result)

@@ -24,6 +24,7 @@ from raylane.core.signals import wake
 from raylane.core.signals.semaphore import try_wait
 from raylane.errors import GraphClosedError, GraphError, GraphPlanError
 from raylane.graph.channels import published
+from raylane.graph.channels.deadlines import ExecutionDeadlines
 from raylane.graph.channels.ends import ChannelEnds, open_shared
 from raylane.graph.channels.lease import LeasePool, LeaseReader
 from raylane.graph.channels.peer_network import PeerNetwork
@@ -107,6 +108,9 @@ class Session:
             timeout_s=options.timeout_s,
             doorbell=doorbell,
             first_execution=layout.first_execution,
+            deadlines=ExecutionDeadlines(open_shared(layout.deadlines, layout.names[DRIVER]), options.max_inflight)
+            if layout.deadlines
+            else None,
         )
         # Last, when nothing can fail any more: a descriptor, and a session that was not created is not closed.
         self.wake_refused = self._fetch_wake_fd(program) if layout.near_driver else None
