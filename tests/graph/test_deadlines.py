@@ -40,6 +40,11 @@ def count(worker: Any) -> int:
     return int(ray.get(worker.count.remote(), timeout=60))
 
 
+def until_waiting(worker: Any, eventually: Eventually) -> None:
+    """Wait until the method `wait_unless` of a worker runs."""
+    eventually(lambda: ray.get(worker.started_waits.remote(), timeout=60), within_s=60)
+
+
 def test_deadlines_refuse_only_their_own_execution() -> None:
     segment = Segment.make(ExecutionDeadlines.size_of(2))
     segment.close_fd()
@@ -63,9 +68,13 @@ def test_deadlines_refuse_only_their_own_execution() -> None:
 
 
 @pytest.mark.claim("graphs", "an execution may have a deadline: then its calls that have not begun are skipped")
-def test_execute_fails_at_its_deadline_and_skips_later_calls(held: list[Any], graph: Compile) -> None:
-    g = chain(graph, held, max_inflight=3)
+def test_execute_fails_at_its_deadline_and_skips_later_calls(
+    held: list[Any], graph: Compile, eventually: Eventually
+) -> None:
+    g = chain(graph, held, max_inflight=4)
     assert g.execute(1, timeout_s=60).get() == 1
+    running = g.execute(0)
+    until_waiting(held[0], eventually)
     late = [g.execute(i, timeout_s=0.05) for i in (0, 1)]
     following = g.execute(1)
     for result in late:
@@ -78,16 +87,17 @@ def test_execute_fails_at_its_deadline_and_skips_later_calls(held: list[Any], gr
     with pytest.raises(GraphTimeoutError, match=r"within 0\.01 s"):  # waits for the method that runs
         following.get(timeout=0.01)
     ray.get(held[0].release.remote())
-    assert following.get() == 1
-    assert count(held[1]) == 4
-    assert g.stats()["executions"] == {"submitted": 4, "completed": 4}
+    assert (running.get(), following.get()) == (0, 1)
+    assert count(held[1]) == 6
+    assert g.stats()["executions"] == {"submitted": 5, "completed": 5}
     assert [g.execute(1).get() for _ in range(4)] == [1] * 4
 
 
 @pytest.mark.claim("graphs", "`result.cancel()` skips the calls of an execution that have not begun")
-def test_cancel_skips_calls_that_have_not_begun(held: list[Any], graph: Compile) -> None:
+def test_cancel_skips_calls_that_have_not_begun(held: list[Any], graph: Compile, eventually: Eventually) -> None:
     g = chain(graph, held, max_inflight=3)
     cancelled, queued, following = g.execute(0), g.execute(1), g.execute(1)
+    until_waiting(held[0], eventually)
     assert cancelled.cancel()
     assert queued.cancel()
     for result in (cancelled, queued):
@@ -125,17 +135,18 @@ def test_cancel_wakes_a_thread_that_waits(held: list[Any], graph: Compile) -> No
     assert g.execute(1).get() == 1
 
 
-def test_execute_async_with_deadline_and_cancel(held: list[Any], graph: Compile) -> None:
+def test_execute_async_with_deadline_and_cancel(held: list[Any], graph: Compile, eventually: Eventually) -> None:
     g = chain(graph, held, max_inflight=2)
 
     async def use() -> None:
-        result = await g.execute_async(0, timeout_s=0.05)
+        running = await g.execute_async(0)
+        await asyncio.to_thread(until_waiting, held[0], eventually)
+        result = await g.execute_async(1, timeout_s=0.05)
         with pytest.raises(GraphTimeoutError, match=r"its timeout_s of 0\.05 s"):
             await result
-        other = await g.execute_async(1)
-        waiting = asyncio.ensure_future(_value(other))
+        waiting = asyncio.ensure_future(_value(running))
         await asyncio.sleep(0)
-        assert other.cancel()
+        assert running.cancel()
         with pytest.raises(GraphCancelledError):
             await waiting
         # Both executions are in flight until the method returns.

@@ -90,7 +90,7 @@ def chain(workers: list[Any], *methods: str, **options: Any) -> Any:
 
 
 def state_of(g: Any) -> RepairState:
-    state: RepairState = g._repairer._plan.state
+    state: RepairState = g._repairer.state
     return state
 
 
@@ -416,6 +416,27 @@ def test_repair_ends_with_its_graph(workers: list[Any], how: str, eventually: Ev
     assert answer_of(workers[1], "count") == 0
 
 
+def test_fork_during_a_repair_leaves_the_child_an_ended_graph(workers: list[Any], eventually: Eventually) -> None:
+    with chain(workers, "echo", "wait_unless") as g:
+        result = g.execute(0)
+        kill(workers[1])
+        fails(result, workers[1])
+        until(g, RepairState.AWAITING, eventually)
+        child = os.fork()
+        if not child:
+            code = 1
+            try:
+                g.execute(1)
+            except GraphClosedError:
+                g.teardown()
+                code = 0
+            finally:
+                os._exit(code)
+        eventually(lambda: os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT), within_s=30)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert g.execute(1).get() == 1
+
+
 def test_compile_refuses_graphs_that_cannot_be_repaired(workers: list[Any]) -> None:
     with pytest.raises(ValueError, match="on_death must be 'end' or 'repair', got 'restart'"):
         chain(workers, "echo", on_death="restart")
@@ -480,6 +501,7 @@ def test_replace_does_not_wait_for_ray_to_restart_the_actor(workers: list[Any], 
         kill(workers[1])
         fails(result, workers[1])
         until(g, RepairState.AWAITING, eventually)
+        assert repr(g) == "CompiledGraph(2 calls on 2 actors, 0 under way, repair: awaiting)"
         g.replace(workers[1], workers[2])
         assert g.execute(1).get() == 1
 

@@ -177,7 +177,8 @@ class ControlChannels:
             if not channel.arrived and block(
                 channel.reader.full, POLL_S if remaining_s is None else min(remaining_s, POLL_S)
             ):
-                self._read(member)
+                with self._reading:
+                    self._read(member)
             if channel.arrived:
                 channel.answers += 1
                 return channel.arrived.popleft()
@@ -194,22 +195,21 @@ class ControlChannels:
                 )
 
     def _read(self, member: int) -> None:
-        """Read one report of a member. Call only after a successful wait for its semaphore."""
+        """Read one report of a member, after a successful wait for its semaphore. Call with `_reading` held."""
         channel = self._channels[member - 1]
-        with self._reading:
-            received = channel.reader.receive()
-            if received.kind == messages.ERROR:
-                self.on_failure(*pickle.loads(received.body))
-                return
-            name, answer = messages.decode(received.kind, received.body, received.buffers)
-            if name == TROUBLE:
-                self._trouble = self._trouble or GraphClosedError(answer)
-            elif name == EXITED and self.on_exit is not None:
-                self.on_exit(member)
-            elif name == EXITED:
-                self._trouble = self._trouble or self.died(member)
-            else:
-                channel.arrived.append(answer)
+        received = channel.reader.receive()
+        if received.kind == messages.ERROR:
+            self.on_failure(*pickle.loads(received.body))
+            return
+        name, answer = messages.decode(received.kind, received.body, received.buffers)
+        if name == TROUBLE:
+            self._trouble = self._trouble or GraphClosedError(answer)
+        elif name == EXITED and self.on_exit is not None:
+            self.on_exit(member)
+        elif name == EXITED:
+            self._trouble = self._trouble or self.died(member)
+        else:
+            channel.arrived.append(answer)
 
     def poll(self, *, all_channels: bool = False) -> GraphError | None:
         """Read the reports that have arrived. Return the reason if an actor has reported the end of the graph.
@@ -217,9 +217,13 @@ class ControlChannels:
         Does not wait. The channel of an actor that is being asked is left to the asking thread, except with
         `all_channels`.
         """
-        for member, channel in enumerate(self._channels, 1):
-            while (all_channels or member not in self._asked) and not try_wait(channel.reader.full):
-                self._read(member)
+        for member in range(1, len(self._channels) + 1):
+            while all_channels or member not in self._asked:
+                # The wait too, because `replace` must not come between the two.
+                with self._reading:
+                    if try_wait(self._channels[member - 1].reader.full):
+                        break
+                    self._read(member)
         return self._trouble
 
     def died(self, member: int) -> GraphActorDiedError:

@@ -22,6 +22,7 @@ from raylane.graph.driver.collect import Collector
 from raylane.graph.driver.deploy import deploy, wait_until_alive
 from raylane.graph.driver.metrics import Publisher
 from raylane.graph.driver.repair import Repairer
+from raylane.graph.driver.repair_states import RepairState
 from raylane.graph.driver.result import Executions, GraphResult
 from raylane.graph.driver.submit import NoMemory, NotAdmitted, Paused, Prepared, SubmitBusy, Submitter
 from raylane.graph.inspect import critical_path, drawing, stats, trace
@@ -295,4 +296,6 @@ class CompiledGraph:
     def __repr__(self) -> str:
         running = self._connections.lifecycle.state is State.RUNNING
         state = f"{self._executions.inflight} under way" if running else "ended"
+        if running and self._repairer is not None and self._repairer.state is not RepairState.INTACT:
+            state += f", repair: {self._repairer.state.value}"
         return f"CompiledGraph({len(self.plan.tasks)} calls on {len(self.plan.members) - 1} actors, {state})"

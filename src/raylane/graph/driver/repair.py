@@ -29,6 +29,7 @@ from raylane.core.deadline import Deadline
 from raylane.core.process.place import Place, alive
 from raylane.errors import GraphActorDiedError, GraphClosedError, GraphError, GraphPlanError, GraphTimeoutError
 from raylane.graph.channels.layout import GraphOptions
+from raylane.graph.driver import forks
 from raylane.graph.driver.channel_setup import ChannelSetup
 from raylane.graph.driver.collect import Collector
 from raylane.graph.driver.connections import EXIT_S, Connections
@@ -93,6 +94,7 @@ class Repairer:
                 repairer._connections.ended(member)
 
         connections.on_death, connections.control.on_exit = on_death, on_exit
+        forks.register(self)
         for member in tuple(connections.control.dead):  # it has died since the channels were opened
             self.died(member, connections.infos[member - 1].place)
 
@@ -160,6 +162,17 @@ class Repairer:
             thread = self._thread
         if thread is not None:
             thread.join(timeout_s)
+
+    def disown(self) -> None:
+        """Repair nothing in a forked child, where the thread does not exist and may have left the lock held."""
+        self._changed = threading.Condition()
+        self._plan.end()
+        self._thread = None
+
+    @property
+    def state(self) -> RepairState:
+        """State of the repair at present."""
+        return self._plan.state
 
     def _start(self) -> bool:
         """Begin a round. Return False if its thread cannot be started. Call with the lock held."""
