@@ -15,8 +15,9 @@
     │   ├── GraphValueError            a value cannot travel: it cannot be pickled, or is too large
     │   ├── GraphTimeoutError          a wait passed its deadline (also a TimeoutError)
     │   ├── GraphFullError             `execute_nowait` was called while `max_inflight` executions were running
+    │   ├── GraphCancelledError        `cancel` was called for an execution
     │   ├── GraphClosedError           the graph was torn down, or broke; compile it again
-    │   └── GraphActorDiedError        an actor of the graph died, which closed the graph
+    │   └── GraphActorDiedError        an actor of the graph died, which closed the graph or is repaired
     ├── WorkerGroupError
     │   ├── WorkerLostError            a worker of a group died
     │   └── WorkerCallError            a worker's method raised, or did not answer in time
@@ -58,6 +59,7 @@ __all__ = [
     "ConfigError",
     "DataError",
     "GraphActorDiedError",
+    "GraphCancelledError",
     "GraphClosedError",
     "GraphDeadlockError",
     "GraphError",
@@ -176,12 +178,19 @@ class GraphFullError(GraphError):
     """
 
 
+class GraphCancelledError(GraphError):
+    """`GraphResult.cancel` was called before the execution had ended. The field `execution` is its number."""
+
+
 class GraphClosedError(GraphError):
     """The graph was torn down, or could not continue after an interruption. Compile it again."""
 
 
 class GraphActorDiedError(GraphError):
-    """An actor of the graph died or exited; the graph is closed, and its other actors stay alive."""
+    """An actor of the graph died or exited; its other actors stay alive.
+
+    The graph is closed, unless it was compiled with `on_death="repair"`. The field `actor` is the id of the dead actor.
+    """
 
 
 class WorkerGroupError(RaylaneError):

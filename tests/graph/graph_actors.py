@@ -70,6 +70,7 @@ class Worker:
         self.kept: list[Any] = []
         self.calls = 0
         self.gate = threading.Event()
+        self.waits = 0
         self.busy = 0
         self.overlaps = 0
 
@@ -188,6 +189,7 @@ class Worker:
 
     def wait(self, x: Any = None) -> Any:
         """Wait until `release`, which is an ordinary call."""
+        self.waits += 1
         assert self.gate.wait(60)
         return x
 
@@ -204,6 +206,9 @@ class Worker:
 
     def release(self) -> None:
         self.gate.set()
+
+    def started_waits(self) -> int:
+        return self.waits
 
     def hold_again(self) -> None:
         self.gate.clear()

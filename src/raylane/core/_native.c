@@ -492,7 +492,7 @@ static PyMethodDef reader_methods[] = {
 };
 
 static PyMemberDef reader_members[] = {
-    {"sequence", T_LONGLONG, offsetof(SlotReader, sequence), READONLY, "Number of the next message."},
+    {"sequence", T_LONGLONG, offsetof(SlotReader, sequence), 0, "Number of the next message."},
     {"read_bytes", T_LONGLONG, offsetof(SlotReader, read_bytes), 0, "Bytes of the messages that `read` has taken over."},
     {NULL, 0, 0, 0, NULL},
 };
@@ -576,6 +576,29 @@ static void writer_dealloc(SlotWriter *self) {
     PyMem_Free(self->bells);
     if (self->memory.obj) PyBuffer_Release(&self->memory);
     release_object((PyObject *)self);
+}
+
+/* Notify a reader from now on through the doorbell on another page: the reader's process was replaced. */
+static PyObject *writer_replace_page(SlotWriter *self, PyObject *args) {
+    Py_ssize_t index;
+    PyObject *page;
+    Py_buffer memory;
+    REQUIRE(self->ready);
+    if (!PyArg_ParseTuple(args, "nO", &index, &page)) return NULL;
+    if (index < 0 || index >= self->readers) return PyErr_Format(PyExc_IndexError, "there is no reader %zd", index);
+    if (take_memory(page, &memory, PAGE_BYTES)) return NULL;
+    Bell *bell = &self->bells[index];
+    sem_t *semaphore = semaphore_at(&memory, 0);
+    if (!semaphore) {
+        PyBuffer_Release(&memory);
+        return NULL;
+    }
+    Py_buffer old = bell->page;
+    bell->flag = (unsigned char *)memory.buf + (bell->flag - (unsigned char *)old.buf);
+    bell->semaphore = semaphore;
+    bell->page = memory;
+    PyBuffer_Release(&old);
+    Py_RETURN_NONE;
 }
 
 static void notify_readers(SlotWriter *self, int flags) {
@@ -720,6 +743,7 @@ static PyObject *writer_write_elsewhere(SlotWriter *self, PyObject *const *Py_UN
 
 static PyMethodDef writer_methods[] = {
     {"write", (PyCFunction)(void (*)(void))writer_write, METH_FASTCALL, "Write one message; notify the readers."},
+    {"replace_page", (PyCFunction)writer_replace_page, METH_VARARGS, "Notify a reader on another doorbell page."},
     {"write_elsewhere", (PyCFunction)(void (*)(void))writer_write_elsewhere, METH_FASTCALL,
      "Write one message that is too large for its slot; a subclass does so."},
     {"write_parts", (PyCFunction)(void (*)(void))writer_write_parts, METH_FASTCALL,

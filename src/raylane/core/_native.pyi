@@ -65,9 +65,8 @@ class SlotReader:
 
     read_bytes: int
     """Bytes of the usual messages that `read` has read."""
-    @property
-    def sequence(self) -> int:
-        """Number of the next message."""
+    sequence: int
+    """Number of the next message."""
     def __init__(
         self,
         memory: Any,
@@ -118,6 +117,11 @@ class SlotWriter:
         """Write the message (kind, body, list of buffers, ...) into slot `sequence`, and notify the readers.
 
         Calls `write_elsewhere` with the same arguments if it does not fit.
+        """
+    def replace_page(self, index: int, page: Any, /) -> None:
+        """Notify reader `index` from now on through the doorbell on this page. IndexError if there is no such reader.
+
+        For the thread that uses this writer.
         """
     def write_elsewhere(self, sequence: int, message: Any, flags: int, /) -> None:
         """Write a message that does not fit into its slot. ValueError, unless a subclass does it."""

@@ -13,6 +13,7 @@ from raylane.core.deadline import START_S
 from raylane.errors import GraphPlanError
 from raylane.graph import nodes, ray_dag
 from raylane.graph.plan import planner, schedule
+from raylane.graph.plan.ir import INPUT
 
 DEFAULT_MAX_LENT_BYTES = 4 << 30
 
@@ -57,6 +58,7 @@ def compile(
     order: Mapping[Any, Sequence[nodes.Node]] | None = None,
     max_lent_bytes: int = DEFAULT_MAX_LENT_BYTES,
     overlap: bool = False,
+    on_death: str = "end",
 ) -> Any:
     """Plan a graph once and return a `CompiledGraph`, whose `execute` runs it with a few microseconds of overhead.
 
@@ -74,6 +76,9 @@ def compile(
         order: For an actor, all its calls in the order in which they shall run (default: the order of binding).
         max_lent_bytes: Bytes of memory that each process may lend to readers that keep large arrays.
         overlap: An actor does not wait for a collective while it has other calls to run.
+        on_death: With "end" the graph ends with an actor that dies. With "repair" executions in flight that need the
+            actor fail, and the graph continues when Ray has restarted it (`max_restarts`); all actors must be on the
+            driver's host.
 
     Raises:
         GraphPlanError: The nodes make no graph, or an actor cannot take part.
@@ -89,6 +94,8 @@ def compile(
         raise ValueError(f"backend must be 'ray' or 'inline', got {backend!r}")
     if fail_fast not in ("output", "leaves"):
         raise ValueError(f"fail_fast must be 'output' or 'leaves', got {fail_fast!r}")
+    if on_death not in ("end", "repair"):
+        raise ValueError(f"on_death must be 'end' or 'repair', got {on_death!r}")
     timeout_s = settings.TIMEOUT_S.read() if timeout is None else timeout
     output = ray_dag.convert(node)
     inline = backend == "inline"
@@ -96,6 +103,8 @@ def compile(
     plan, actors = planner.plan(output, identify=identify, name=_ray.class_name_of, order=order, overlap=overlap)
     plan = dataclasses.replace(plan, leaves_are_fatal=fail_fast == "leaves")
     schedule.check(plan, max_inflight)
+    if any(value.source == INPUT and value.steps[:1] and value.steps[0][-1] == "timeout_s" for value in plan.values):
+        raise GraphPlanError("an input cannot have the name timeout_s: execute has an option of this name. Rename it")
     if inline:
         from raylane.graph.inline import InlineGraph
 
@@ -104,7 +113,8 @@ def compile(
     from raylane.graph.driver.graph import CompiledGraph
 
     start_timeout_s = START_S if timeout is None else timeout
-    options = GraphOptions(max_inflight, timeout_s, start_timeout_s, max_lent_bytes, exclusive)
+    repairs = on_death == "repair"
+    options = GraphOptions(max_inflight, timeout_s, start_timeout_s, max_lent_bytes, exclusive, repairs)
     return CompiledGraph(plan, actors, options)
 
 

@@ -125,8 +125,8 @@ class InlineGraph:
             timeout_s=self.timeout_s,
         )
 
-    def execute(self, *args: Any, **kwargs: Any) -> GraphResult:
-        """Run all calls now. Errors of methods are raised by the result's `get`, as with actors."""
+    def execute(self, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> GraphResult:
+        """Run all calls now, without a deadline. Errors of methods are raised by the result's `get`, as with actors."""
         with self._lock:
             if self._end is not None:
                 raise type(self._end)(self._end.message, **self._end.fields)

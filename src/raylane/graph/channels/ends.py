@@ -36,19 +36,25 @@ class ChannelEnds:
     def _open_ring(self, spec: RingSpec) -> Segment:
         return self._open(spec.path, DRIVER if self._layout.near_driver else spec.writer)
 
+    def doorbell(self, reader: int) -> Segment:
+        """Open the doorbell of a member that reads what this process writes."""
+        return self._open(self._layout.doorbells[reader], reader)
+
     def reader(self, channel: int, leases: LeaseReader, doorbell: ProcessDoorbell) -> RingReader:
         """Open the reading end of a channel, whose writer rings `doorbell` of this process."""
         layout = self._layout
         writer = layout.routes[channel].ring_of(layout.member)
         spec = layout.rings[channel, writer]
         index = layout.routes[channel].rings[writer].index(layout.member)
-        return RingReader(self._open_ring(spec), spec, index, leases, doorbell)
+        # Message n of an edge belongs to execution n; control channels begin anew with each process.
+        sequence = layout.first_execution if channel < layout.edge_count else 0
+        return RingReader(self._open_ring(spec), spec, index, leases, doorbell, sequence)
 
     def ring_writer(self, channel: int, pool: LeasePool) -> RingWriter:
         """Open the writing end of the ring that this process writes for the readers of its host."""
         spec = self._layout.rings[channel, self._layout.member]
         readers = self._layout.readers_here(channel)
-        doorbells = [self._open(self._layout.doorbells[reader], reader) for reader in readers]
+        doorbells = [self.doorbell(reader) for reader in readers]
         return RingWriter(self._open_ring(spec), spec, doorbells, pool)
 
     def edge_writer(self, edge: Edge, label: str, pool: LeasePool) -> EdgeWriter:

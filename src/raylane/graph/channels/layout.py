@@ -40,6 +40,8 @@ class GraphOptions:
     """Limit for actors that have not started, or that Ray restarts."""
     max_lent_bytes: int
     exclusive: bool
+    repairs: bool = False
+    """True if the graph continues after the death of an actor (`on_death="repair"`)."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,10 @@ class GraphLayout:
     """Rings by (channel, member that writes there: the writer itself or a relay)."""
     sources: Mapping[int, Source]
     """Address of each process to which this one opens a link."""
+    deadlines: str = ""
+    """Path of the deadlines of executions (`channels.deadlines`); empty for a process on another host."""
+    first_execution: int = 0
+    """Number of the first execution in which this process takes part."""
 
     @property
     def key(self) -> bytes:

@@ -32,7 +32,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from raylane.core.deadline import Deadline
@@ -138,9 +138,13 @@ class _Lease:
         # Before the message is sent: a reader looks at this after its post.
         _FREE_AFTER.pack_into(self.segment.view, _FREE_AFTER_AT, 0 if reused else len(readers))
 
-    def returned(self) -> bool:
-        """Return True if every reader has returned the lease."""
+    def returned(self, dead: Collection[str] = ()) -> bool:
+        """Return True if every reader has returned the lease, or is one of these dead ones."""
         address = self.segment.address
+        living = [index for index in self.outstanding if self.readers[index] not in dead]
+        if len(living) < len(self.outstanding):
+            # A dead reader may have posted its semaphore before, which a later lease would count as its own.
+            self.outstanding, self.reused = living, False
         if self.reused:
             self.outstanding = [i for i in self.outstanding if semaphore.try_wait(address + i * SEMAPHORE_BYTES)]
         else:  # the last reader counts the posts, so they stay
@@ -185,6 +189,17 @@ class LeasePool:
         self._idle: collections.deque[_Lease] = collections.deque()
         self._handed: collections.OrderedDict[Region, None] = collections.OrderedDict()
         """Regions of the user's arrays that readers may still have to open."""
+        self._dead: set[str] = set()
+        """Readers whose process has ended and has no successor yet. Other threads may add to it."""
+
+    def drop_reader(self, reader: str) -> None:
+        """Stop waiting for memory that a dead reader holds, until `readmit_reader`. From any thread."""
+        self._dead.add(reader)
+
+    def readmit_reader(self, reader: str) -> None:
+        """Take back all that a dead reader has held; from now on another process has its name."""
+        self.reclaim()
+        self._dead.discard(reader)
 
     def hand_over(self, region: Region, readers: int) -> None:
         """Count the readers of a message in a region, and keep its path until they have opened it. Does not wait.
@@ -318,7 +333,7 @@ class LeasePool:
         reclaimed = False
         for _ in range(min(limit, len(self._leased))):
             lease = self._leased.popleft()
-            if lease.returned():
+            if lease.returned(self._dead):
                 self._leased_bytes -= lease.capacity
                 if lease.reused:
                     self._idle.append(lease)
@@ -336,7 +351,7 @@ class LeasePool:
                 self._leased.append(lease)
         for _ in range(min(limit, len(self._without_fd))):
             lease = self._without_fd.popleft()
-            if lease.returned():
+            if lease.returned(self._dead):
                 self._leased_bytes -= lease.capacity
                 lease.segment.discard()  # cannot be leased again: without a descriptor it has no path
                 reclaimed = True
@@ -427,6 +442,15 @@ class LeaseReader:
         mapped = _opened(place.path, private=True) if private else segment
         region.hold()
         return _watched(mapped, place.offset, place.nbytes, region.release, writable=private)
+
+    def forget_process(self, pid: int) -> None:
+        """Forget the mappings of memory that a process has made, which has ended. Arrays stay valid."""
+        prefix = f"/proc/{pid}/"
+        with self._lock:
+            for key in [key for key in self._mapped if key[0].startswith(prefix)]:
+                del self._mapped[key]
+            for path in [path for path in self._regions if path.startswith(prefix)]:
+                del self._regions[path]
 
     def close(self) -> None:
         """Forget all mappings, of a graph that has ended. Arrays stay valid."""

@@ -198,16 +198,18 @@ class RingWriter(native.SlotWriter):
         weakref.finalize(self, os.close, fd)
         self.wake_with(fd)
 
-    def take_back(self) -> None:
+    def take_back(self, reader: int | None = None) -> None:
         """Take the messages that their readers have not read, so that memory in them counts as free again.
 
         Call after the end of the graph, when nothing is written any more. A reader that is still there reads the oldest
-        messages and this method takes the newest, each once; a reader that has died takes none.
+        messages and this method takes the newest, each once; a reader that has died takes none. With `reader`, take
+        those of one reader (an index of `spec.readers`), which has died in a graph that continues.
         """
         view, slots_at = self._segment.view, self._spec.offset + HEADER_BYTES
         starts = range(slots_at, slots_at + self._spec.slots * SLOT_BYTES, SLOT_BYTES)
         first = self._segment.address + self._spec.offset
-        for full in range(first, first + len(self._spec.readers) * SEMAPHORE_BYTES, SEMAPHORE_BYTES):
+        for index in range(len(self._spec.readers)) if reader is None else (reader,):
+            full = first + index * SEMAPHORE_BYTES
             # Usually everything was read. Then no slot is looked at: a look gives a slot that was never used a page.
             unread = semaphore.value(full)
             newest_first = sorted(starts, key=lambda at: _SLOT.unpack_from(view, at), reverse=True) if unread else []
@@ -216,6 +218,15 @@ class RingWriter(native.SlotWriter):
                     break
                 for place in _handed_places(view, at):
                     regions.take_back(place.path)
+
+    def replace_reader(self, index: int, doorbell: Segment) -> None:
+        """Write from now on for another process, which has this doorbell, in place of reader `index`, which has died.
+
+        Takes back what that reader has not read, and what it has kept.
+        """
+        self.take_back(index)
+        self._pool.readmit_reader(self._spec.readers[index])
+        self.replace_page(index, doorbell.memory)
 
     def reserve(self, body_bytes: int, sizes: Sequence[int]) -> Reservation | None:
         """Lease memory for a message that is still to be received, with buffers of these sizes. Waits as `write` does.
@@ -276,9 +287,18 @@ class RingReader(native.SlotReader):
     """
 
     def __init__(
-        self, segment: Segment, spec: RingSpec, index: int, leases: LeaseReader, doorbell: native.Doorbell
+        self,
+        segment: Segment,
+        spec: RingSpec,
+        index: int,
+        leases: LeaseReader,
+        doorbell: native.Doorbell,
+        sequence: int = 0,
     ) -> None:
-        """Open the reading end for reader `index` of `spec.readers`, whose doorbell is `doorbell`."""
+        """Open the reading end for reader `index` of `spec.readers`, whose doorbell is `doorbell`.
+
+        `sequence` is the number of the next message.
+        """
         _check_size(segment, spec)
         self._segment = segment
         self._index = index
@@ -287,6 +307,7 @@ class RingReader(native.SlotReader):
         full_at = spec.offset + index * SEMAPHORE_BYTES
         slots_at = spec.offset + HEADER_BYTES
         super().__init__(segment.memory, full_at, slots_at, spec.slots, SLOT_BYTES, doorbell, pickle.loads)
+        self.sequence = sequence
         self.writer = spec.writer
         self.flag = spec.flags[index]
         self.full = segment.address + full_at

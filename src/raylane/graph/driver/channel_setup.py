@@ -8,7 +8,7 @@ talks to the actors.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from typing import Any
 
 from raylane import _ray
@@ -16,21 +16,24 @@ from raylane.core import settings
 from raylane.core.deadline import Deadline
 from raylane.core.memory.segment import Segment
 from raylane.core.process.place import Place, here
+from raylane.core.signals import semaphore
+from raylane.core.signals.semaphore import SEMAPHORE_BYTES
 from raylane.errors import GraphPlanError
 from raylane.graph.channels import ring
+from raylane.graph.channels.deadlines import ExecutionDeadlines
 from raylane.graph.channels.ends import ChannelEnds
 from raylane.graph.channels.layout import GraphLayout, GraphOptions
 from raylane.graph.channels.lease import LeasePool
 from raylane.graph.channels.peer_network import NetworkEvents, PeerNetwork
 from raylane.graph.channels.published import check_available
-from raylane.graph.channels.ring import RingSpec
+from raylane.graph.channels.ring import RingSpec, RingWriter
 from raylane.graph.driver.connections import Connections
 from raylane.graph.plan import routing
 from raylane.graph.plan.ir import DRIVER
 from raylane.graph.plan.routing import Route
 from raylane.graph.values import message as messages
 from raylane.graph.values import references
-from raylane.graph.worker.program import Program, share_of
+from raylane.graph.worker.program import ActorInfo, Program, share_of
 from raylane.transport.link import endpoint as endpoints
 from raylane.transport.value.source import Source
 
@@ -70,12 +73,13 @@ class ChannelSetup:
                 self._links[member].append(link)
         self._rings: dict[tuple[int, int], RingSpec] = {}
         """Rings by (channel, member that writes there: the writer itself or a relay)."""
+        self._deadlines_path = ""
         self._made: list[Segment] = [connections.doorbell.segment]
         """Segments of this process that other processes open."""
         self._sources: dict[int, Source] = {}
         """Address of each process with a link."""
 
-    def _layout(self, member: int) -> GraphLayout:
+    def _layout(self, member: int, first_execution: int = 0) -> GraphLayout:
         """Return what a member must know of the channels, as far as it is known yet."""
         routes, links = self._routes[member], self._links[member]
         used = (
@@ -97,10 +101,17 @@ class ChannelSetup:
             links=tuple(links),
             rings={at: self._rings[at] for at in used if at in self._rings},
             sources={to: self._sources[to] for _, to, _ in links if to in self._sources},
+            deadlines=self._deadlines_path if self._hosts[member] == self._hosts[DRIVER] else "",
+            first_execution=first_execution,
         )
 
     def create_rings(self) -> None:
-        """Create all rings of the driver's host. Writers on other hosts create theirs."""
+        """Create all rings of the driver's host, and the deadlines. Writers on other hosts create theirs."""
+        slots = self.options.max_inflight
+        deadlines = Segment.make(ExecutionDeadlines.size_of(slots))
+        self._made.append(deadlines)
+        self._deadlines_path = deadlines.path
+        self._connections.deadlines = ExecutionDeadlines(deadlines, slots)
         routes = self._connections.routes.all
         driver_layout = self._layout(DRIVER)
         sizes = {
@@ -160,25 +171,109 @@ class ChannelSetup:
 
         GraphPlanError if a constant cannot be pickled.
         """
-        packed = []
-        for member in range(1, len(self._plan.members)):
-            program = Program(
-                layout=self._layout(member),
-                plan=share_of(self._plan, member),
-                owner=here(),
-                owner_name=_ray.describe_self(),
-                wake_fd=self._connections.wake_fd,
-            )
-            try:
-                packed.append(references.pack(program))
-            except Exception as error:
+        return [self.program(member) for member in range(1, len(self._plan.members))]
+
+    def program(self, member: int, first_execution: int = 0) -> tuple[bytes, list[Any]]:
+        """Return the program of a member, packed. GraphPlanError if a constant cannot be pickled."""
+        program = Program(
+            layout=self._layout(member, first_execution),
+            plan=share_of(self._plan, member),
+            owner=here(),
+            owner_name=_ray.describe_self(),
+            wake_fd=self._connections.wake_fd,
+        )
+        try:
+            return references.pack(program)
+        except Exception as error:
+            raise GraphPlanError(
+                f"a constant in the calls of {self._plan.members[member]} cannot be pickled: "
+                f"{messages.error_text(error)}. Pass a value that can, or create it in the actor"
+            ) from error
+
+    def check_repairable(self) -> None:
+        """Raise GraphPlanError if the channels cannot be opened anew after the death of an actor."""
+        for edge in self._plan.edges:
+            if edge.transport not in ("auto", "shm"):
                 raise GraphPlanError(
-                    f"a constant in the calls of {self._plan.members[member]} cannot be pickled: "
-                    f"{messages.error_text(error)}. Pass a value that can, or create it in the actor"
-                ) from error
-        return packed
+                    f"on_death='repair' needs edges with the transport 'auto' or 'shm', but "
+                    f"{self._plan.source_label(edge.value)} has {edge.transport!r}. Change it, or compile with "
+                    "on_death='end' and call recompile() after a death"
+                )
+        for member, host in enumerate(self._hosts):
+            if host != self._hosts[DRIVER]:
+                raise GraphPlanError(
+                    f"on_death='repair' needs all actors on the driver's host, but {self._names[member]} is on "
+                    "another one. Compile with on_death='end' and call recompile() after a death"
+                )
+
+    def name_of(self, member: int) -> str:
+        """Return the name of a member as a reader of leased memory."""
+        return self._names[member]
+
+    def neighbours(self, member: int) -> set[int]:
+        """Return the actors that exchange messages of edges with a member."""
+        readers = {reader for edge in self._plan.edges_from(member) for reader in edge.readers}
+        writers = {edge.writer for edge in self._plan.edges_to(member)}
+        return (readers | writers) - {DRIVER}
+
+    def shares_memory(self, info: ActorInfo) -> bool:
+        """Return True if a process can share memory with the driver."""
+        return host_of(info.place, info.host) == self._hosts[DRIVER]
+
+    def doorbell_of(self, member: int) -> str:
+        """Return the path of a member's doorbell."""
+        return self._doorbells[member]
+
+    def reopen_own_ends(self, members: Collection[int]) -> None:
+        """Open the driver's ends of the channels to members whose processes are new. No execution is in flight.
+
+        GraphPlanError if a new process has ended too.
+        """
+        connections = self._connections
+        pool = connections.pool
+        assert pool is not None
+        layout = self._layout(DRIVER)
+        ends = ChannelEnds(layout, self._made)
+        doorbells = {member: ends.doorbell(member) for member in members}
+        for (writer, _), edge in zip(connections.inputs, self._plan.edges_from(DRIVER), strict=True):
+            for index, reader in enumerate(layout.readers_here(edge.index)):
+                if reader in doorbells:
+                    assert isinstance(writer, RingWriter)
+                    writer.replace_reader(index, doorbells[reader])
+        for member in members:
+            orders, reports = connections.routes.orders[member - 1], connections.routes.reports[member - 1]
+            for route in (orders, *(route for route in connections.routes.all if route.writer == member)):
+                self._empty_ring(route)
+            connections.control.replace(
+                member,
+                connections.infos[member - 1].name,
+                _ray.actor_id_of(connections.actors[member - 1]),
+                ends.writer(orders.channel, pool),
+                ends.reader(reports.channel, connections.leases, connections.doorbell),
+            )
+
+    def _empty_ring(self, route: Route) -> None:
+        """Drop the unread messages of a ring that a dead process has written or read alone.
+
+        The readers that live have read every message.
+        """
+        spec = self._rings[route.channel, route.writer]
+        segment = next(segment for segment in self._made if segment.path == spec.path)
+        for index in range(len(spec.readers)):
+            while not semaphore.try_wait(segment.address + spec.offset + index * SEMAPHORE_BYTES):
+                continue
+
+    def replace_member(self, member: int, info: ActorInfo) -> None:
+        """Note the process that takes the place of a member's dead one."""
+        self._connections.infos[member - 1] = info
+        self._doorbells[member] = info.doorbell
+
+    def keep_descriptors(self) -> None:
+        """Leave the file descriptors of rings open until the graph ends."""
+        self._connections.kept_segments = self._made
 
     def close_descriptors(self) -> None:
         """Close the file descriptors of rings: by now every process has opened them, or the compilation has failed."""
-        for segment in self._made:
-            segment.close_fd()
+        if not self._connections.kept_segments:
+            for segment in self._made:
+                segment.close_fd()

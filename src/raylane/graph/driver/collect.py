@@ -16,13 +16,20 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from raylane.core.deadline import Deadline
 from raylane.core.native import BUSY, DamagedRing, Section
 from raylane.core.signals.semaphore import post
-from raylane.errors import GraphActorDiedError, GraphClosedError, GraphError, GraphValueError
+from raylane.errors import (
+    GraphActorDiedError,
+    GraphCancelledError,
+    GraphClosedError,
+    GraphError,
+    GraphTimeoutError,
+    GraphValueError,
+)
 from raylane.graph.channels.lease import SegmentGone
 from raylane.graph.channels.published import Fetch, Fetched, fetched_edge
 from raylane.graph.channels.ring import RingReader
@@ -33,7 +40,7 @@ from raylane.graph.driver.result import Executions, GraphResult, complete_result
 from raylane.graph.lifecycle import Event
 from raylane.graph.plan.ir import DRIVER, Edge, Plan, Ref
 from raylane.graph.values import message as messages
-from raylane.graph.values.failures import Failure
+from raylane.graph.values.failures import Failure, error_message
 from raylane.graph.values.message import ERROR, TICKET
 
 CHECK_S = 1.0
@@ -43,12 +50,14 @@ CHECK_S = 1.0
 class CollectedEdge:
     """One edge into the driver."""
 
-    __slots__ = ("bytes", "fetched", "fetching", "read", "reader", "value", "writer")
+    __slots__ = ("bytes", "closed", "fetched", "fetching", "read", "reader", "value", "writer")
 
     def __init__(self, reader: RingReader, edge: Edge, fetched: Fetched | None) -> None:
         self.reader = reader
         self.writer = edge.writer
         """Member that computes the value; a relay may pass it on."""
+        self.closed = False
+        """True while the writer is dead: a message that has not arrived counts as lost."""
         self.fetched = fetched
         """Set if tensors are fetched by a transport of the edge's own."""
         self.fetching: tuple[GraphResult, Fetch] | None = None
@@ -76,6 +85,11 @@ class Collector:
             CollectedEdge(reader, plan.edges[edge], fetched_edge(plan, plan.edges[edge], DRIVER, timeout_s))
             for edge, reader in connections.readers.items()
         ]
+        self._deadlines = connections.deadlines
+        self.expiring: dict[GraphResult, Deadline] = {}
+        """Own deadline of each execution that has one and may be in flight."""
+        self._any_closed = False
+        """True if the writer of an edge is dead."""
         self._fetching: list[CollectedEdge] = []
         """Edges with a message whose tensors are on their way."""
         self.edge_count = len(self.edges)
@@ -157,7 +171,10 @@ class Collector:
                     continue
                 doorbell.read = doorbell.consumed  # it was `notify`
             # At most a second: a safety net in case a wake-up is missed.
-            if not doorbell.wait(CHECK_S if remaining_s is None else min(remaining_s, CHECK_S)):
+            slice_s = CHECK_S if remaining_s is None else min(remaining_s, CHECK_S)
+            if self.expiring:
+                slice_s = min(slice_s, *(deadline.left_s() or 0 for deadline in tuple(self.expiring.values())))
+            if not doorbell.wait(slice_s):
                 self._poll_reports()
 
     def _follow(self, ready: Callable[[], bool], deadline: Deadline) -> None:
@@ -209,7 +226,7 @@ class Collector:
             return False
         completed = False
         try:
-            edges = self.edges if self.edge_count == 1 else self._flagged()
+            edges = self.edges if self.edge_count == 1 or self._any_closed else self._flagged()
             if self._fetching:
                 # Their flag may be taken already: messages that came behind the tensors are read after them.
                 edges = list(dict.fromkeys([*self._fetching, *edges]))
@@ -219,11 +236,16 @@ class Collector:
                 # An edge may have messages of several executions: read all, so that none waits for a later post.
                 # Message n of every edge belongs to execution n.
                 while edge.fetching is None and (result := executions.find(edge.reader.sequence)) is not None:
+                    closed = edge.closed  # before the read: afterwards the message may be there, and the writer dead
                     try:
                         message = edge.read(None if result._done else result._values, edge.value, None)
                         if message is None:
-                            break
-                        failure = None if type(message) is int else self._read(edge, result, *message)
+                            if not closed:
+                                break
+                            edge.reader.sequence += 1
+                            failure: BaseException | None = self._control.died(edge.writer)
+                        else:
+                            failure = None if type(message) is int else self._read(edge, result, *message)
                     except SegmentGone:
                         failure = self._lost(edge.reader.writer)
                     except DamagedRing:
@@ -234,6 +256,8 @@ class Collector:
                         break
                     settled = executions.settle(result, self._output_value) if failure is None else None
                     completed |= self._arrived(edge, result, failure) if settled is None else settled
+            if self.expiring:
+                self._expire()
             while executions.early_failures:
                 execution, body = executions.early_failures.popleft()
                 # A report may come after its execution has ended with the same error; then the index is negative.
@@ -250,6 +274,8 @@ class Collector:
             reason = messages.error_text(error, repr)
             self.fail(GraphClosedError(f"reading results was interrupted: {reason}; compile again"))
             raise
+        if completed and self.expiring:
+            self._expire()  # forgets the results that are done: the graph must not keep their values
         if self._lifecycle.error is not None and executions.pending:
             for edge in self._fetching:  # their threads end by themselves
                 edge.fetching = None
@@ -261,6 +287,32 @@ class Collector:
                 result.end()
             completed = True
         return completed
+
+    def _expire(self) -> None:
+        """Let executions fail whose own deadline has passed."""
+        for result, deadline in tuple(self.expiring.items()):
+            passed = deadline.left_s() == 0
+            if passed and not result._done:
+                error = GraphTimeoutError(
+                    f"execution {result.number} did not end within its timeout_s of {deadline.timeout_s} s: "
+                    f"{self.describe_wait(result.number)}. Calls that had not begun are skipped; the next results wait "
+                    "for the call that runs",
+                    execution=result.number,
+                )
+                self.executions.early_failures.append((result.number, error_message(error, "execute").body))
+            if passed or result._done:
+                self.expiring.pop(result, None)
+
+    def cancel(self, result: GraphResult) -> bool:
+        """Let an execution fail, and its calls that have not begun be skipped. See `GraphResult.cancel`."""
+        if result._done:
+            return False
+        self._deadlines.cancel(result.number)
+        error = GraphCancelledError(f"execution {result.number} was cancelled", execution=result.number)
+        self.executions.early_failures.append((result.number, error_message(error, "cancel").body))
+        self.notify()
+        self.look()
+        return True
 
     def _take_fetched(self, edge: CollectedEdge) -> bool:
         """Take over the tensors of a message if they have arrived. Return True if that completed a result."""
@@ -345,13 +397,29 @@ class Collector:
         return error
 
     def _lost(self, member: int) -> GraphError:
-        """End the graph because memory of a member vanished, and return the error.
+        """End the graph because memory of a member vanished, and return the error. A graph that is repaired continues.
 
         This may be the first sign of the member's death: the process watcher can be milliseconds behind.
         """
         error = self._connections.lost(member)
-        self.fail(error)
+        if self._connections.on_death is None or not isinstance(error, GraphActorDiedError):
+            self.fail(error)
         return error
+
+    # Repair
+
+    def mark_dead(self, members: Collection[int]) -> None:
+        """Treat messages that these members have not sent as lost. Their processes must have ended. From any thread."""
+        for edge in self.edges:
+            edge.closed |= edge.writer in members
+        self._any_closed = any(edge.closed for edge in self.edges)
+        self.notify()
+
+    def mark_alive(self, members: Collection[int]) -> None:
+        """Expect messages of these members again. No execution is in flight. From any thread."""
+        for edge in self.edges:
+            edge.closed &= edge.writer not in members
+        self._any_closed = any(edge.closed for edge in self.edges)
 
     # asyncio
 

@@ -10,10 +10,12 @@ from typing import Any
 
 from raylane import _ray
 from raylane.core.deadline import Deadline
-from raylane.core.process.place import alive, here
+from raylane.core.memory.segment import Segment
+from raylane.core.process.place import Place, alive, here
 from raylane.core.process.watcher import Watch, watcher
 from raylane.core.signals import wake
 from raylane.errors import GraphClosedError, GraphError, GraphTimeoutError
+from raylane.graph.channels.deadlines import ExecutionDeadlines
 from raylane.graph.channels.lease import LeasePool, LeaseReader
 from raylane.graph.channels.peer_network import PeerNetwork
 from raylane.graph.channels.published import EdgeWriter, PublishingWriter
@@ -37,15 +39,24 @@ LARGE_CUDA_NOTE = "large CUDA tensors by direct transport"
 class Connections:
     """Channels of one graph, as the driver uses them."""
 
-    def __init__(self, plan: Plan, actors: Sequence[Any], infos: Sequence[ActorInfo]) -> None:
-        """Create without channels. `actors` and `infos` are those of members 1, 2, ..."""
-        self.plan = routing.publishing_cuda(plan, {i: info.place for i, info in enumerate(infos, 1) if info.sees_gpu})
+    def __init__(self, plan: Plan, actors: Sequence[Any], infos: Sequence[ActorInfo], *, repairs: bool = False) -> None:
+        """Create without channels. `actors` and `infos` are those of members 1, 2, ...
+
+        With `repairs` the graph continues after the death of an actor.
+        """
+        with_gpus = {i: info.place for i, info in enumerate(infos, 1) if info.sees_gpu}
+        # A channel that publishes tensors cannot be opened anew.
+        self.plan = plan if repairs else routing.publishing_cuda(plan, with_gpus)
         self.actors = list(actors)
         """Handles: a graph keeps its actors alive."""
         self.infos = list(infos)
         self.lifecycle = Lifecycle()
         self._on_end: Callable[[GraphError], object] = functools.partial(self.lifecycle.advance, Event.FAIL)
         """Function that ends the graph; replaced by `watch`."""
+        self.on_death: Callable[[int, Place], bool] | None = None
+        """Function (member, place of its process) that begins the repair of the graph. False if nothing repairs it."""
+        self.kept_segments: list[Segment] = []
+        """Segments whose descriptors stay open until the end, so that restarted actors can open them."""
         self.doorbell = ProcessDoorbell()
         self.routes = Routes(())
         self.network: PeerNetwork | None = None
@@ -56,11 +67,14 @@ class Connections:
         """Reading end of each edge that leads to the driver."""
         self.pool: LeasePool | None = None
         """Memory for inputs."""
+        self.deadlines: ExecutionDeadlines
+        """Deadlines of executions, which actors on this host see; set by `ChannelSetup`."""
         self.leases = LeaseReader()
         # Looked up now: an error message must not need a handle whose actor is dead.
         ids = [_ray.actor_id_of(actor) for actor in self.actors]
-        self.control = ControlChannels([info.name for info in self.infos], ids, self.lifecycle)
-        self._watches: list[Watch] = []
+        self.control = ControlChannels([info.name for info in self.infos], ids, self.lifecycle, repairs=repairs)
+        self._watches: dict[int, Watch] = {}
+        """Watches of the actors' processes on this host, by member."""
         self.wake_fd = wake.own()
         """Eventfd of this process, which wakes its asyncio loops."""
         self.wake_refused: str | None = None
@@ -113,18 +127,31 @@ class Connections:
         self._on_end = on_end
         self.control.on_failure = on_failure
         for member in range(1, len(self.plan.members)):
-            if self.routes.orders[member - 1].relays:
-                continue  # on another host: the link notices its end
-            try:
-                place = self.infos[member - 1].place
-                self._watches.append(watcher.watch(place.pid, functools.partial(self.ended, member)))
-            except ProcessLookupError:  # it has died since it was described
-                self.ended(member)
+            if not self.routes.orders[member - 1].relays:  # else on another host: the link notices its end
+                self.watch_member(member)
+
+    def watch_member(self, member: int) -> None:
+        """Watch the present process of a member on this host, and no other process of it."""
+        previous = self._watches.pop(member, None)
+        if previous is not None:
+            previous.forget()
+        place = self.infos[member - 1].place
+        on_end = functools.partial(self._process_ended, member, place)
+        watch = watcher.watch_identified(place.pid, place.start_ticks, on_end)
+        if watch is None:  # the process has ended since it was described
+            on_end()
+        else:
+            self._watches[member] = watch
+
+    def _process_ended(self, member: int, place: Place) -> None:
+        if self.infos[member - 1].place == place:  # else another process has taken its place
+            self.ended(member)
 
     def ended(self, member: int) -> None:
-        """End the graph, because a member's process has ended. From any thread."""
+        """End the graph, or begin its repair, because a member's process has ended. From any thread."""
         self.control.dead.add(member)
-        self._on_end(self.control.died(member))
+        if self.on_death is None or not self.on_death(member, self.infos[member - 1].place):
+            self._on_end(self.control.died(member))
 
     def broken(self, text: str) -> None:
         """End the graph, because it cannot continue for this reason. From any thread."""
@@ -180,7 +207,10 @@ class Connections:
             if isinstance(writer, PublishingWriter):
                 writer.close()
         self.control.close(timeout_s)
-        for watch in self._watches:
+        self.on_death = self.control.on_exit = None
+        for segment in self.kept_segments:
+            segment.close_fd()
+        for watch in self._watches.values():
             watch.forget()
         self._watches.clear()  # watches refer to this object, which holds the actors: cut the cycle
         if self.network is not None:

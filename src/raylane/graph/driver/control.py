@@ -1,6 +1,6 @@
 """Control channels of the driver: orders to the actors of one graph, and their reports.
 
-    driver  --orders ring-->   actor   "stats", "trace", "close"; one order at a time
+    driver  --orders ring-->   actor   "stats", "trace", "close", `MembersDied`, `MembersRestarted`
     driver  <--reports ring--  actor   answers; and unasked: failed executions, defects, the exit of the actor
 
 A report posts the driver's doorbell like any message of an edge. While a thread waits for an answer (`ask`), only that
@@ -14,7 +14,7 @@ import contextlib
 import logging
 import pickle
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from raylane.core.deadline import Deadline
@@ -37,6 +37,10 @@ RESERVED_SLOTS = 1
 """Slots of an orders ring that only "close" may use: it must get through to an actor that is busy."""
 
 
+def _never() -> bool:
+    return False
+
+
 class _ControlChannel:
     """Control channel to one actor."""
 
@@ -54,22 +58,37 @@ class _ControlChannel:
 class ControlChannels:
     """Control channels to all actors of a graph. Thread-safe."""
 
-    def __init__(self, names: Sequence[str], actor_ids: Sequence[str], lifecycle: Lifecycle) -> None:
-        """Create without channels; `names` and `actor_ids` are those of members 1, 2, ..."""
-        self._names = names
-        self._actor_ids = actor_ids
+    def __init__(
+        self, names: Sequence[str], actor_ids: Sequence[str], lifecycle: Lifecycle, *, repairs: bool = False
+    ) -> None:
+        """Create without channels; `names` and `actor_ids` are those of members 1, 2, ...
+
+        With `repairs` the graph continues after the death of an actor.
+        """
+        self._names = list(names)
+        self._actor_ids = list(actor_ids)
+        self._repairs = repairs
         self._lifecycle = lifecycle
         self._channels: list[_ControlChannel] = []
         self._asking = threading.Lock()  # held during one order and its answer
-        self._asked: int | None = None
-        """Member whose answer is waited for."""
+        self._asked: Collection[int] = ()
+        """Members whose answers are waited for."""
         self._reading = threading.Lock()  # guards the readers of all channels and _trouble; held briefly
         self._trouble: GraphError | None = None
         """Reason for the end of the graph, as reported by an actor."""
         self.on_failure: Callable[[int, Any], None] = lambda execution, error: None
         """Called with the number of a failed execution and its pickled error."""
+        self.on_exit: Callable[[int], None] | None = None
+        """Called with a member whose method has exited its actor. None if that ends the graph."""
         self.dead: set[int] = set()
         """Members whose process has ended."""
+
+    def replace(self, member: int, name: str, actor_id: str, writer: Writer, reader: RingReader) -> None:
+        """Use a new control channel, that of the process which takes the place of a member's dead one."""
+        with self._asking, self._reading:
+            self._names[member - 1], self._actor_ids[member - 1] = name, actor_id
+            self._channels[member - 1] = _ControlChannel(writer, reader)
+            self.dead.discard(member)
 
     def add(self, writer: Writer, reader: RingReader) -> None:
         """Add the control channel of the next member."""
@@ -86,18 +105,39 @@ class ControlChannels:
                 raise GraphClosedError("the graph was torn down, and its actors have left it")
             channel = self._channels[member - 1]
             # From now on `poll` leaves this channel to this thread, which would else find its answer only after POLL_S.
-            self._asked = member
+            self._asked = (member,)
             try:
-                # Orders whose answer was not waited for take slots too: wait until the ring has room.
-                while channel.orders - channel.answers >= CONTROL_SLOTS - RESERVED_SLOTS:
-                    self._next_answer(member, deadline)
+                self._wait_for_room(member, deadline)
                 self._send(channel, order)
-                while True:
-                    answer = self._next_answer(member, deadline)
-                    if channel.answers == channel.orders:  # else the answer belongs to an earlier order
-                        return answer
+                return self._last_answer(member, deadline)
             finally:
-                self._asked = None
+                self._asked = ()
+
+    def tell(self, member: int, order: Any, cancelled: Callable[[], bool]) -> None:
+        """Send an order to a member without waiting for the answer. Waits for room in its channel, until `cancelled()`.
+
+        Does nothing if the member is dead.
+        """
+        with self._asking, contextlib.suppress(GraphError):
+            self._wait_for_room(member, Deadline(None), cancelled)
+            self._send(self._channels[member - 1], order)
+
+    def ask_each(self, orders: Mapping[int, Any], cancelled: Callable[[], bool]) -> dict[int, Any] | None:
+        """Send each of these members its order, and wait for all answers without a limit, until `cancelled()`.
+
+        Return the answers by member; None if the wait was cancelled, or a member has died.
+        """
+        with self._asking:
+            self._asked = orders.keys()
+            try:
+                for member, order in orders.items():
+                    self._wait_for_room(member, Deadline(None), cancelled)
+                    self._send(self._channels[member - 1], order)
+                return {member: self._last_answer(member, Deadline(None), cancelled) for member in orders}
+            except GraphError:
+                return None
+            finally:
+                self._asked = ()
 
     def ask_all(self, order: str, members: Collection[int] | None = None) -> tuple[dict[int, Any], list[str]]:
         """Send an order to these members, or to all. Return (member to answer, names of those that were too late)."""
@@ -111,16 +151,34 @@ class ControlChannels:
                 silent.append(name)
         return answers, silent
 
-    def _send(self, channel: _ControlChannel, order: str) -> None:
+    def _wait_for_room(self, member: int, deadline: Deadline, cancelled: Callable[[], bool] = _never) -> None:
+        """Wait until the orders ring has room: orders whose answer was not waited for take slots too."""
+        channel = self._channels[member - 1]
+        while channel.orders - channel.answers >= CONTROL_SLOTS - RESERVED_SLOTS:
+            self._next_answer(member, deadline, cancelled)
+
+    def _last_answer(self, member: int, deadline: Deadline, cancelled: Callable[[], bool] = _never) -> Any:
+        """Wait for the answer to the last order; earlier answers are dropped."""
+        channel = self._channels[member - 1]
+        while True:
+            answer = self._next_answer(member, deadline, cancelled)
+            if channel.answers == channel.orders:
+                return answer
+
+    def _send(self, channel: _ControlChannel, order: Any) -> None:
         channel.writer.write(channel.orders, messages.Message(messages.VALUE, pickle.dumps((order,), 5)))
         channel.orders += 1
 
-    def _next_answer(self, member: int, deadline: Deadline) -> Any:
+    def _next_answer(self, member: int, deadline: Deadline, cancelled: Callable[[], bool] = _never) -> Any:
         channel = self._channels[member - 1]
         while True:
             remaining_s = deadline.left_s()
-            if block(channel.reader.full, POLL_S if remaining_s is None else min(remaining_s, POLL_S)):
-                self._read(member)
+            # `poll` may have read answers before this thread began to wait.
+            if not channel.arrived and block(
+                channel.reader.full, POLL_S if remaining_s is None else min(remaining_s, POLL_S)
+            ):
+                with self._reading:
+                    self._read(member)
             if channel.arrived:
                 channel.answers += 1
                 return channel.arrived.popleft()
@@ -129,26 +187,29 @@ class ControlChannels:
                 raise type(trouble)(trouble.message, **trouble.fields)
             if member in self.dead:
                 raise self.died(member)
+            if cancelled():
+                raise GraphClosedError("the wait for an answer was cancelled")
             if remaining_s is not None and remaining_s <= 0:
                 raise GraphTimeoutError(
                     f"{self._names[member - 1]} did not answer within {deadline.timeout_s} s: it is running a method"
                 )
 
     def _read(self, member: int) -> None:
-        """Read one report of a member. Call only after a successful wait for its semaphore."""
+        """Read one report of a member, after a successful wait for its semaphore. Call with `_reading` held."""
         channel = self._channels[member - 1]
-        with self._reading:
-            received = channel.reader.receive()
-            if received.kind == messages.ERROR:
-                self.on_failure(*pickle.loads(received.body))
-                return
-            name, answer = messages.decode(received.kind, received.body, received.buffers)
-            if name == TROUBLE:
-                self._trouble = self._trouble or GraphClosedError(answer)
-            elif name == EXITED:
-                self._trouble = self._trouble or self.died(member)
-            else:
-                channel.arrived.append(answer)
+        received = channel.reader.receive()
+        if received.kind == messages.ERROR:
+            self.on_failure(*pickle.loads(received.body))
+            return
+        name, answer = messages.decode(received.kind, received.body, received.buffers)
+        if name == TROUBLE:
+            self._trouble = self._trouble or GraphClosedError(answer)
+        elif name == EXITED and self.on_exit is not None:
+            self.on_exit(member)
+        elif name == EXITED:
+            self._trouble = self._trouble or self.died(member)
+        else:
+            channel.arrived.append(answer)
 
     def poll(self, *, all_channels: bool = False) -> GraphError | None:
         """Read the reports that have arrived. Return the reason if an actor has reported the end of the graph.
@@ -156,13 +217,24 @@ class ControlChannels:
         Does not wait. The channel of an actor that is being asked is left to the asking thread, except with
         `all_channels`.
         """
-        for member, channel in enumerate(self._channels, 1):
-            while (all_channels or member != self._asked) and not try_wait(channel.reader.full):
-                self._read(member)
+        for member in range(1, len(self._channels) + 1):
+            while all_channels or member not in self._asked:
+                # The wait too, because `replace` must not come between the two.
+                with self._reading:
+                    if try_wait(self._channels[member - 1].reader.full):
+                        break
+                    self._read(member)
         return self._trouble
 
     def died(self, member: int) -> GraphActorDiedError:
         """Return the error for the end of a member's process."""
+        if self._repairs:
+            return GraphActorDiedError(
+                f"{self._names[member - 1]} ended during this execution. The graph continues when Ray has restarted "
+                "the actor (max_restarts): execute again, which waits for it. If Ray does not restart it, call "
+                "graph.replace(old_actor, new_actor)",
+                actor=self._actor_ids[member - 1],
+            )
         return GraphActorDiedError(
             f"{self._names[member - 1]} ended, and with it the graph; its other actors keep running. If Ray restarts "
             "the actor (max_restarts), call graph.recompile(). Otherwise ask Ray why it ended (ray list actors "

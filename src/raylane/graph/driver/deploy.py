@@ -42,8 +42,11 @@ _described: dict[str, ActorInfo] = {}
 """Facts by actor id."""
 
 
-def deploy(plan: Plan, actors: Sequence[Any], options: GraphOptions) -> Connections:
-    """Open every channel of the plan. Waits for the actors to start and to finish the calls that they are running."""
+def deploy(plan: Plan, actors: Sequence[Any], options: GraphOptions) -> tuple[Connections, ChannelSetup]:
+    """Open every channel of the plan. Waits for the actors to start and to finish the calls that they are running.
+
+    The setup opens channels anew where the graph is repaired.
+    """
     ids = {member: _ray.actor_id_of(actor) for member, actor in enumerate(actors, 1)}
 
     def describe(members: Iterable[int]) -> dict[int, ActorInfo]:
@@ -54,10 +57,13 @@ def deploy(plan: Plan, actors: Sequence[Any], options: GraphOptions) -> Connecti
         _described.update((ids[member], info) for member, info in descriptions.items())
         return descriptions
 
-    def attempt(infos: Mapping[int, ActorInfo]) -> Connections:
-        connections = Connections(plan, actors, [infos[member] for member in ids])
-        _open_channels(connections, ChannelSetup(connections, options), Deadline(options.timeout_s))
-        return connections
+    def attempt(infos: Mapping[int, ActorInfo]) -> tuple[Connections, ChannelSetup]:
+        connections = Connections(plan, actors, [infos[member] for member in ids], repairs=options.repairs)
+        setup = ChannelSetup(connections, options)
+        if options.repairs:
+            setup.check_repairable()
+        _open_channels(connections, setup, Deadline(options.timeout_s))
+        return connections, setup
 
     known = {member: _described[actor_id] for member, actor_id in ids.items() if actor_id in _described}
     infos = known | describe(member for member in ids if member not in known)
@@ -87,6 +93,8 @@ def _open_channels(connections: Connections, setup: ChannelSetup, deadline: Dead
         answers = _call_all(plan, actors, joins, deadline)
         connections.wake_refused = next(filter(None, answers.values()), None)
         connections.wake_from_receivers()
+        if setup.options.repairs:
+            setup.keep_descriptors()
     except BaseException as error:
         connections.close(0.0)  # actors that have joined leave; no wait, because the caller wants the error
         for member in peers:
@@ -112,7 +120,7 @@ def _call_all(
     secondary: GraphClosedError | None = None
     for member, ref in refs.items():
         try:
-            answers[member] = _answer_of(plan.members[member], actors[member - 1], ref, deadline)
+            answers[member] = answer_of(plan.members[member], actors[member - 1], ref, deadline)
         except GraphClosedError as error:
             # A secondary failure: the actor lost its link to another one. Prefer the other's own error, the cause.
             secondary = secondary or error
@@ -142,7 +150,7 @@ def _get(name: str, actor: Any, ref: Any, deadline: Deadline) -> Any:
     )
 
 
-def _answer_of(name: str, actor: Any, ref: Any, deadline: Deadline) -> Any:
+def answer_of(name: str, actor: Any, ref: Any, deadline: Deadline) -> Any:
     """Wait for one answer. Errors of Ray are translated into errors of graphs."""
     try:
         return _get(name, actor, ref, deadline)
@@ -158,6 +166,11 @@ def _answer_of(name: str, actor: Any, ref: Any, deadline: Deadline) -> Any:
         if isinstance(error.cause, GraphError):
             raise error.cause from None
         raise GraphPlanError(f"{name} cannot take part: {error}") from error
+
+
+def remember(actor: Any, info: ActorInfo) -> None:
+    """Keep new facts about an actor that has restarted, for the next graph."""
+    _described[_ray.actor_id_of(actor)] = info
 
 
 # Waiting for actors that restart

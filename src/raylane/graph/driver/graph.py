@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+from raylane import _ray
 from raylane.core import trace_file
 from raylane.core.deadline import Deadline
 from raylane.errors import GraphClosedError, GraphError, GraphFullError
@@ -20,8 +21,10 @@ from raylane.graph.channels.lease import POLL_INTERVAL_S
 from raylane.graph.driver.collect import Collector
 from raylane.graph.driver.deploy import deploy, wait_until_alive
 from raylane.graph.driver.metrics import Publisher
+from raylane.graph.driver.repair import Repairer
+from raylane.graph.driver.repair_states import RepairState
 from raylane.graph.driver.result import Executions, GraphResult
-from raylane.graph.driver.submit import NoMemory, NotAdmitted, Prepared, SubmitBusy, Submitter
+from raylane.graph.driver.submit import NoMemory, NotAdmitted, Paused, Prepared, SubmitBusy, Submitter
 from raylane.graph.inspect import critical_path, drawing, stats, trace
 from raylane.graph.inspect.arrivals import Arrivals, CallRecord, DriverRecord
 from raylane.graph.inspect.text import describe
@@ -40,7 +43,7 @@ class CompiledGraph:
 
     def __init__(self, plan: Plan, actors: Sequence[Any], options: GraphOptions) -> None:
         """Open the channels of a plan and create its graph; `raylane.compile` calls this."""
-        connections = deploy(plan, actors, options)
+        connections, setup = deploy(plan, actors, options)
         self.plan = plan
         self.max_inflight = options.max_inflight
         self.timeout_s = options.timeout_s
@@ -51,56 +54,70 @@ class CompiledGraph:
         self._collector = Collector(plan, connections, self._executions, options.timeout_s)
         self._submitter = Submitter(plan, connections, self._executions, self._collector, options)
         self._submit = self._submitter.submit
+        self._repairer = (
+            Repairer(self, connections, setup, self._collector, self._submitter, options) if options.repairs else None
+        )
 
     # Executing
 
-    def execute(self, *args: Any, **kwargs: Any) -> GraphResult:
+    def execute(self, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> GraphResult:
         """Start one execution with these inputs and return its result, which may not be done yet.
 
         Waits while `max_inflight` executions are under way, at most the graph's `timeout` (GraphTimeoutError; then
         nothing was started). The inputs may be changed as soon as this returns.
 
+        `timeout_s` is a deadline for this execution, the wait included: then its result fails with GraphTimeoutError,
+        and actors on this host skip its calls that have not begun. A method that runs is not interrupted.
+
         TypeError if the inputs are not those that the graph names; GraphValueError if an input cannot be pickled;
-        GraphActorDiedError or GraphClosedError if the graph has ended.
+        GraphActorDiedError or GraphClosedError if the graph has ended. With `on_death="repair"` also waits while an
+        actor restarts, and raises GraphActorDiedError if Ray does not restart it.
         """
-        return self._submit(args, kwargs, self.timeout_s)
+        if timeout_s is None:
+            return self._submit(args, kwargs, self.timeout_s)
+        wait_s = timeout_s if self.timeout_s is None else min(timeout_s, self.timeout_s)
+        return self._submit(args, kwargs, wait_s, Deadline(timeout_s))
 
-    def execute_nowait(self, *args: Any, **kwargs: Any) -> GraphResult:
+    def execute_nowait(self, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> GraphResult:
         """Start one execution like `execute`, but raise GraphFullError instead of waiting."""
-        return self._submit(args, kwargs, 0)
+        return self._submit(args, kwargs, 0, None if timeout_s is None else Deadline(timeout_s))
 
-    async def execute_async(self, *args: Any, **kwargs: Any) -> GraphResult:
+    async def execute_async(self, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> GraphResult:
         """Start one execution like `execute`, but let the event loop run during the wait. Await the result as well."""
+        own = None if timeout_s is None else Deadline(timeout_s)
         deadline = Deadline(self.timeout_s)
+        if own is not None and own.at < deadline.at:
+            deadline = own
         prepared: Prepared | None = None
         while True:
             try:
                 # The inputs are encoded once, however often this waits.
                 if prepared is not None:
-                    return self._submitter.submit_prepared(prepared)
-                return self._submit(args, kwargs, 0)
+                    return self._submitter.submit_prepared(prepared, own)
+                return self._submit(args, kwargs, 0, own)
             except GraphFullError as error:
                 reason = type(error)
                 if isinstance(error, NotAdmitted):
                     prepared = error.prepared
             remaining_s = deadline.left_s()
             if remaining_s is not None and remaining_s <= 0:
-                raise self._submitter.timeout_error() from None
+                raise self._submitter.timeout_error(deadline.timeout_s) from None
             # Readers post no doorbell when they return memory, so this is the one wait that polls.
             if reason is NoMemory:
                 await asyncio.sleep(POLL_INTERVAL_S)
                 continue
-            # Another thread submits, perhaps pickling a large input: wait on a thread, not in the loop.
-            if reason is SubmitBusy:
+            # Another thread submits, perhaps pickling a large input, or the graph is repaired: wait on a thread.
+            if reason is SubmitBusy or reason is Paused:
                 loop = asyncio.get_running_loop()
-                await loop.run_in_executor(None, self._submitter.wait_until_free, remaining_s)
+                wait = self._submitter.wait_until_free if reason is SubmitBusy else self._submitter.wait_until_resumed
+                await loop.run_in_executor(None, wait, remaining_s)
                 continue
             try:
                 oldest = self._executions.pending[0]
             except IndexError:  # an execution has ended meanwhile
                 await asyncio.sleep(0)
             else:
-                await oldest.wait_until_ended(self._collector)
+                await oldest.wait_until_ended(self._collector, None if own is None else remaining_s)
 
     @property
     def spans_hosts(self) -> bool:
@@ -236,6 +253,25 @@ class CompiledGraph:
         wait_until_alive(self.plan, actors, self._options.start_timeout_s)
         return CompiledGraph(self.plan, actors, self._options)
 
+    def replace(self, old_actor: Any, new_actor: Any) -> None:
+        """Let another actor take the place of a dead one that Ray does not restart. Only with `on_death="repair"`.
+
+        Waits until the new actor has started and its channels are open, at most the graph's `timeout` (600 s without
+        one). The new actor needs the methods that the graph calls; the handle of the dead one stays in constants. With
+        the same actor twice this waits again for a restart that Ray was too late with.
+
+        GraphPlanError if the new actor cannot take part (then call this again), GraphActorDiedError if it has died,
+        GraphTimeoutError if it is not ready in time, GraphError if the old actor is alive.
+        """
+        if self._repairer is None:
+            raise GraphError(
+                "replace needs a graph that was compiled with on_death='repair'. Compile with another actor"
+            )
+        for actor in (old_actor, new_actor):
+            if not _ray.is_handle(actor):
+                raise TypeError(f"replace: {type(actor).__name__} is no actor: pass handles of actors")
+        self._repairer.replace(old_actor, new_actor)
+
     def teardown(self, timeout: float = 5.0) -> None:
         """End the graph and free its memory.
 
@@ -246,6 +282,8 @@ class CompiledGraph:
         self._collector.fail(GraphClosedError("the graph was torn down; compile it again"))
         # Results first, then the actors: a pending `get` must not wait for an actor that is busy.
         self._collector.close(timeout)
+        if self._repairer is not None:
+            self._repairer.close(timeout)
         self._connections.close(timeout)
         self._submitter.release_memory(timeout)
 
@@ -258,4 +296,6 @@ class CompiledGraph:
     def __repr__(self) -> str:
         running = self._connections.lifecycle.state is State.RUNNING
         state = f"{self._executions.inflight} under way" if running else "ended"
+        if running and self._repairer is not None and self._repairer.state is not RepairState.INTACT:
+            state += f", repair: {self._repairer.state.value}"
         return f"CompiledGraph({len(self.plan.tasks)} calls on {len(self.plan.members) - 1} actors, {state})"

@@ -26,6 +26,9 @@ from raylane.graph.worker.executor import KEPT_RECORDS
 
 log = logging.getLogger("raylane.graph")
 
+CLOCK_S = 1e-3
+"""Seconds that a timer of asyncio waits beyond a deadline: it may come a tick of the clock early."""
+
 
 class GraphResult(native.Result):
     """Result of one execution of a graph.
@@ -71,6 +74,15 @@ class GraphResult(native.Result):
             return self._value
         return self._raise()
 
+    def cancel(self) -> bool:
+        """Let the execution fail with GraphCancelledError, unless it is done. Return False if it is. Does not wait.
+
+        Actors on the driver's host skip the calls of the execution that have not begun. A method that runs is not
+        interrupted, and until it returns the execution counts as in flight: later results wait for it.
+        """
+        source = self._source
+        return source is not None and source.cancel(self)
+
     def __await__(self) -> Generator[Any, Any, Any]:
         source = self._source
         if source is not None and self._wakes_asyncio:
@@ -90,20 +102,27 @@ class GraphResult(native.Result):
         return self._raise()
 
     @types.coroutine
-    def wait_until_ended(self, source: Any) -> Generator[Any, Any, None]:
+    def wait_until_ended(self, source: Any, timeout_s: float | None) -> Generator[Any, Any, None]:
         """Wait in asyncio until every message of the execution was read, or `timeout_s` has passed. For the graph."""
+        waited = Deadline(source.timeout_s if timeout_s is None else timeout_s)
         while self._values is not None:
-            waited = Deadline(source.timeout_s)
-            yield from self._wait(source, lambda: self._values is None)
+            yield from self._wait(source, lambda: self._values is None, timeout_s and waited.left_s())
             if waited.left_s() == 0:
                 return
 
-    def _wait(self, source: Any, ready: Callable[[], bool]) -> Generator[Any, Any, None]:
-        """Wait in asyncio until the result changes, or `timeout_s` has passed: check `ready` again afterwards."""
+    def _wait(
+        self, source: Any, ready: Callable[[], bool], timeout_s: float | None = None
+    ) -> Generator[Any, Any, None]:
+        """Wait in asyncio until the result changes, or a timeout has passed: check `ready` again afterwards.
+
+        The timeout is that of the source, or an earlier one.
+        """
         loop = asyncio.get_running_loop()
         future = source.future(loop) if self._wakes_asyncio else None
         if future is None:
-            yield from loop.run_in_executor(None, source.collect_until, ready, Deadline(source.timeout_s))
+            yield from loop.run_in_executor(
+                None, source.collect_until, ready, Deadline(source.timeout_s if timeout_s is None else timeout_s)
+            )
             return
         if self._waiting is None:
             self._waiting = []
@@ -112,7 +131,15 @@ class GraphResult(native.Result):
         source.look()
         if ready():
             resolve(self._waiting)
-        yield from future
+        own = source.expiring.get(self)
+        timers = [] if own is None else [loop.call_later((own.left_s() or 0) + CLOCK_S, source.look)]
+        if timeout_s is not None:
+            timers.append(loop.call_later(timeout_s + CLOCK_S, resolve, [(loop, future)]))
+        try:
+            yield from future
+        finally:
+            for timer in timers:
+                timer.cancel()
 
     def wake(self) -> None:
         """Let coroutines that wait for this result look at it. For the source only."""

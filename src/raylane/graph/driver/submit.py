@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from raylane.core.deadline import Deadline
 from raylane.core.native import BUSY, Section
@@ -40,6 +41,18 @@ class NotAdmitted(GraphFullError):
     """There is no capacity, or no memory. `prepared` are the encoded inputs, for `submit_prepared`."""
 
     prepared: Prepared | None = None
+
+
+class Paused(NotAdmitted):
+    """The graph is being repaired. `prepared` are the encoded inputs."""
+
+
+class Pause(NamedTuple):
+    """Reason why no execution starts at present."""
+
+    reason: str
+    error: GraphError | None = None
+    """Error that `execute` raises at once; None if it waits."""
 
 
 class SubmitBusy(GraphFullError):
@@ -72,11 +85,19 @@ class Submitter:
         self._section = Section()
         """One thread at a time submits."""
         self._connections = connections
+        self._deadlines = connections.deadlines
         self._lifecycle = connections.lifecycle
         self._executions = executions
         self._collector = collector
         self._max_inflight = options.max_inflight
-        self._timeout_s = options.timeout_s
+        self._limit = options.max_inflight
+        """Number of executions that may be in flight at present: 0 while the graph is repaired."""
+        self._pause: Pause | None = None
+        """State of the repair, while it lasts."""
+        self._resumed = threading.Event()
+        self._resumed.set()
+        self._waits_for_capacity = False
+        """True while the thread that runs the section waits, and changes nothing."""
         self._arguments = Arguments(plan)
         self._encode = Encoder().encode
         self._fatal = plan.fatal_values
@@ -90,24 +111,34 @@ class Submitter:
         """(writer, encoder, value) of each input."""
         forks.register(self)
 
-    def submit(self, args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float | None) -> GraphResult:
-        """Start one execution. Waits at most `timeout_s` seconds for capacity (0: raises GraphFullError instead)."""
+    def submit(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float | None, deadline: Deadline | None = None
+    ) -> GraphResult:
+        """Start one execution, which fails at `deadline`.
+
+        Waits at most `timeout_s` seconds for capacity (0: raises GraphFullError instead).
+        """
         if self._lifecycle.error is not None:
             raise self._ended()
-        result: GraphResult = self._section.run(0, self._submit, args, kwargs, timeout_s, None)
+        result: GraphResult = self._section.run(0, self._submit, args, kwargs, timeout_s, None, deadline)
         if result is BUSY:
-            result = self._submit_after_wait(args, kwargs, timeout_s, None)
+            result = self._submit_after_wait(args, kwargs, timeout_s, None, deadline)
         return result
 
-    def submit_prepared(self, prepared: Prepared) -> GraphResult:
+    def submit_prepared(self, prepared: Prepared, deadline: Deadline | None) -> GraphResult:
         """Start an execution whose inputs an earlier attempt has encoded. Does not wait, and raises like `submit`."""
-        result: GraphResult = self._section.run(0, self._submit, (), {}, 0, prepared)
+        result: GraphResult = self._section.run(0, self._submit, (), {}, 0, prepared, deadline)
         if result is BUSY:
-            result = self._submit_after_wait((), {}, 0, prepared)
+            result = self._submit_after_wait((), {}, 0, prepared, deadline)
         return result
 
     def _submit(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float | None, prepared: Prepared | None
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout_s: float | None,
+        prepared: Prepared | None,
+        deadline: Deadline | None,
     ) -> GraphResult:
         """Encode the inputs, unless they are, wait for capacity, and send them."""
         if prepared is None:
@@ -122,13 +153,15 @@ class Submitter:
         else:
             inputs, values = prepared
         executions, collector = self._executions, self._collector
-        if timeout_s == 0 or executions.submitted - executions.completed >= self._max_inflight:
+        if timeout_s == 0 or executions.submitted - executions.completed >= self._limit:
             self._wait_for_capacity(inputs, values, timeout_s)
         number = executions.submitted
         # Outside of asyncio no message needs to wake a loop, and the actors save a system call.
         wakes = collector.bridge.active and asyncio._get_running_loop() is not None
         flags = WAKE if wakes else 0
         result = GraphResult(collector, number, collector.edge_count, values, wakes)
+        if self._deadlines.used or deadline is not None:
+            self._set_deadline(result, deadline)
         try:
             executions.pending.append(result)  # before the first message: its answer may come at once
             executions.submitted = number + 1
@@ -147,18 +180,27 @@ class Submitter:
             raise
         return result
 
+    def _set_deadline(self, result: GraphResult, deadline: Deadline | None) -> None:
+        """Show the actors the deadline of an execution, or that it has none."""
+        if deadline is None or deadline.at == math.inf:
+            self._deadlines.clear(result.number)
+        else:
+            self._deadlines.set(result.number, deadline.at)
+            self._collector.expiring[result] = deadline
+
     def _wait_for_capacity(self, inputs: list[InputMessage], values: list[Any], timeout_s: float | None) -> None:
         try:
-            executions, most = self._executions, self._max_inflight
-            if executions.inflight >= most and not self._collector.collect_until(
-                lambda: executions.inflight < most, Deadline(timeout_s)
-            ):
-                if timeout_s != 0:
-                    raise self.timeout_error()
-                raise NotAdmitted(
-                    f"{most} executions are under way, which is max_inflight: get a result first, or call execute, "
-                    "which waits"
-                )
+            deadline = Deadline(timeout_s)
+            # Again after each wait: the graph may have been paused since the thread has seen that it may go on.
+            while not self._has_capacity():
+                self._raise_if_halted()
+                self._waits_for_capacity = True
+                try:
+                    admitted = self._collector.collect_until(self._has_capacity_or_halted, deadline)
+                finally:
+                    self._waits_for_capacity = False
+                if not admitted:
+                    raise self._not_admitted(timeout_s)
             if timeout_s == 0 and not has_memory(self._connections.pool, inputs):
                 raise NoMemory(
                     "no memory for this input: readers keep arrays that they received. Try again, or drop those arrays"
@@ -169,8 +211,64 @@ class Submitter:
         if self._lifecycle.error is not None:  # again: the graph may have ended during the wait
             raise self._ended()
 
+    def _has_capacity(self) -> bool:
+        # A graph that has ended admits the thread, which then raises the reason.
+        return self._executions.inflight < self._limit or self._lifecycle.error is not None
+
+    def _has_capacity_or_halted(self) -> bool:
+        pause = self._pause
+        return self._has_capacity() or (pause is not None and pause.error is not None)
+
+    def _raise_if_halted(self) -> None:
+        pause = self._pause
+        if pause is not None and pause.error is not None:
+            raise type(pause.error)(pause.error.message, **pause.error.fields)
+
+    def _not_admitted(self, timeout_s: float | None) -> GraphError:
+        """Return the error for an execution that got no capacity."""
+        if timeout_s != 0:
+            return self.timeout_error(timeout_s)
+        pause = self._pause
+        if pause is not None:
+            return Paused(f"{pause.reason}: try again later, or call execute, which waits")
+        return NotAdmitted(
+            f"{self._max_inflight} executions are under way, which is max_inflight: get a result first, or call "
+            "execute, which waits"
+        )
+
+    # Repair
+
+    def pause(self, pause: Pause) -> None:
+        """Start no execution from now on, for this reason. From any thread. A second call replaces the reason."""
+        self._resumed.clear()
+        self._pause = pause
+        self._limit = 0
+        if pause.error is not None:
+            self._resumed.set()
+            self._collector.notify()
+
+    def resume(self) -> None:
+        """Start executions again. From any thread."""
+        self._limit = self._max_inflight
+        self._pause = None
+        self._resumed.set()
+        self._collector.notify()
+
+    def is_quiet(self) -> bool:
+        """Return True if no thread writes messages, after `pause`: then none does until `resume`."""
+        return not self._section.locked or self._waits_for_capacity
+
+    def wait_until_resumed(self, timeout_s: float | None) -> None:
+        """Wait until the graph is repaired or has ended, at most `timeout_s` and CHECK_S seconds. Runs on a thread."""
+        self._resumed.wait(CHECK_S if timeout_s is None else min(timeout_s, CHECK_S))
+
     def _submit_after_wait(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float | None, prepared: Prepared | None
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout_s: float | None,
+        prepared: Prepared | None,
+        deadline: Deadline | None,
     ) -> GraphResult:
         """Submit like `_submit`, after the wait for a thread that submits at the moment."""
         if self._section.runs_here():
@@ -181,9 +279,9 @@ class Submitter:
         if timeout_s == 0:
             raise SubmitBusy("another thread is submitting an execution: try again, or call execute, which waits")
         wait_s = math.inf if timeout_s is None else timeout_s
-        result: GraphResult = self._section.run(wait_s, self._submit, args, kwargs, timeout_s, prepared)
+        result: GraphResult = self._section.run(wait_s, self._submit, args, kwargs, timeout_s, prepared, deadline)
         if result is BUSY:
-            raise self.timeout_error()
+            raise self.timeout_error(timeout_s)
         return result
 
     def wait_until_free(self, timeout_s: float | None) -> None:
@@ -215,10 +313,15 @@ class Submitter:
         assert error is not None
         return type(error)(error.message, **error.fields)
 
-    def timeout_error(self) -> GraphTimeoutError:
-        """Return the error for an execution that got no capacity in time."""
+    def timeout_error(self, timeout_s: float | None) -> GraphTimeoutError:
+        """Return the error for an execution that got no capacity in `timeout_s` seconds."""
+        pause = self._pause
+        if pause is not None:
+            return GraphTimeoutError(
+                f"{pause.reason}, for longer than {timeout_s} s. Nothing was started: execute again, or raise timeout"
+            )
         return GraphTimeoutError(
-            f"{self._max_inflight} executions were under way for {self._timeout_s} s: "
+            f"{self._max_inflight} executions were under way for {timeout_s} s: "
             f"{self._collector.describe_wait(self._executions.completed)}. Nothing was started; raise timeout, or "
             "look for a slow call in stats()"
         )

@@ -14,7 +14,7 @@ import functools
 import inspect
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from types import CoroutineType
 from typing import Any
@@ -25,6 +25,7 @@ from raylane import _ray
 from raylane.core import native
 from raylane.core.deadline import Deadline
 from raylane.errors import GraphActorDiedError, GraphError, GraphPlanError, GraphTimeoutError, GraphValueError
+from raylane.graph.channels.deadlines import ExecutionDeadlines
 from raylane.graph.channels.lease import PoolFull, SegmentGone
 from raylane.graph.channels.published import EdgeWriter, PublishingWriter, fetched_edge
 from raylane.graph.channels.ring import WAKE, ProcessDoorbell, RingReader
@@ -48,12 +49,14 @@ _UNLOCKED = contextlib.nullcontext()
 class InboundEdge:
     """One edge into this actor."""
 
-    __slots__ = ("bytes", "edge", "fatal", "label", "read", "reader", "value", "writer")
+    __slots__ = ("bytes", "edge", "fatal", "label", "lost_before", "read", "reader", "value", "writer")
 
     def __init__(self, edge: Edge, reader: RingReader, label: str, fatal: bool) -> None:
         self.edge = edge.index
         self.writer = edge.writer
         """Member that computes the value; a relay may pass it on."""
+        self.lost_before = 0
+        """Number of an execution: of earlier ones, messages that have not arrived are lost, because the writer died."""
         self.reader = reader
         self.read = reader.read
         self.value = edge.value
@@ -147,6 +150,8 @@ class Executor:
         on_failure: Callable[[int, Message, int], None],
         timeout_s: float | None,
         doorbell: ProcessDoorbell | None = None,
+        first_execution: int = 0,
+        deadlines: ExecutionDeadlines | None = None,
     ) -> None:
         """Prepare all tasks of `member`. `readers` and `writers` are those of its edges.
 
@@ -157,7 +162,7 @@ class Executor:
         fatal_here = plan.fatal_inputs(member)
         self.plan = plan
         self.member = member
-        self.execution = 0
+        self.execution = first_execution
         """Number of the execution that the next task belongs to."""
         self.recorder = native.Recorder(len(plan.tasks), KEPT_RECORDS)
         self.inbound = {
@@ -176,6 +181,7 @@ class Executor:
         self._reported = -1
         """Last execution whose failure was reported."""
         self._timeout_s = timeout_s
+        self._deadlines = deadlines
         self._encoder = Encoder()
         self.values: list[Any] = [None] * len(plan.values)
         """Values of the current execution; the prepared list is copied for each."""
@@ -252,8 +258,11 @@ class Executor:
             try:
                 message = inbound.read(self.values, inbound.value, self.before_user_code)
                 if message is None:
-                    return False
-                if type(message) is int:
+                    if self.execution >= inbound.lost_before:
+                        return False
+                    inbound.reader.sequence += 1
+                    self.values[inbound.value] = self._lost(inbound, inbound.writer)
+                elif type(message) is int:
                     self.flags |= message
                 else:
                     self._read(inbound, *message)
@@ -266,9 +275,22 @@ class Executor:
             missing.pop()
         if self.fetches.pending and not self._take_fetched():
             return False
-        self._run(self._task)
+        deadlines = self._deadlines
+        # The word is looked at here, because most executions have no deadline.
+        refused = deadlines is not None and deadlines.words[self.execution % deadlines.slots] != 0
+        self._run(self._task, self._refusal(self._task) if refused else None)
         self._end_task()
         return True
+
+    def mark_dead(self, members: Collection[int], execution: int) -> None:
+        """Treat messages that these members have not sent before `execution` as lost. Their processes have ended."""
+        for inbound in self.inbound.values():
+            if inbound.writer in members:
+                inbound.lost_before = execution
+
+    def has_run_all_before(self, execution: int) -> bool:
+        """Return True if the next task is the first one of `execution`."""
+        return self.execution == execution and self._next == 0
 
     @property
     def needs_polling(self) -> bool:
@@ -346,14 +368,22 @@ class Executor:
         refused = GraphValueError(f"{inbound.label} could not be unpickled by {me}: {messages.error_text(error, repr)}")
         return Failure(self._failed(error_message(refused, me), inbound.fatal))
 
-    def _run(self, task: PreparedTask) -> None:
-        """Call the method and send its result, or pass on the failure of an input."""
+    def _refusal(self, task: PreparedTask) -> Failure[Message] | None:
+        """Return the failure of a call that must not begin, because its execution was cancelled or is too late."""
+        assert self._deadlines is not None
+        error = self._deadlines.refusal(self.execution, task.label)
+        return None if error is None else Failure(self._failed(error_message(error, task.label), task.reports))
+
+    def _run(self, task: PreparedTask, refusal: Failure[Message] | None = None) -> None:
+        """Call the method and send its result, or pass on the failure of an input, or a refusal to call."""
         values, recorder = self.values, self.recorder
         if self.before_user_code is not None:
             self.before_user_code()
         recorder.started()
         try:
-            if task.single_argument is None or self._lock is not None:
+            if refusal is not None:
+                result: Any = refusal
+            elif task.single_argument is None or self._lock is not None:
                 result = self._call(task, values)
             elif type(result := values[task.single_argument]) is not Failure:
                 result = task.call(result)

@@ -5,14 +5,16 @@ The records travel by cloudpickle, because constants of a graph may be anything 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from raylane.core.process.place import Place
 from raylane.graph.channels.layout import GraphLayout
 from raylane.graph.plan.ir import Plan
 
-TROUBLE, EXITED = "trouble", "exited"
-"""Names of reports that answer no order: a defect has ended the graph in the actor; a method has exited the actor."""
+ANSWER, TROUBLE, EXITED = "answer", "trouble", "exited"
+"""Names of reports: the answer to an order; a defect has ended the graph in the actor; a method has exited the actor.
+"""
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,30 @@ class ActorInfo:
     """Value of RAYLANE_HOST in the actor's environment."""
     sees_gpu: bool
     """True if the actor had loaded torch by now, and its torch sees a GPU."""
+
+
+@dataclass(frozen=True)
+class MembersDied:
+    """Order to a neighbour of dead members: treat each message that a dead member has not sent as its failure."""
+
+    members: tuple[int, ...]
+    execution: int
+    """Number of the first execution that has not begun."""
+
+
+@dataclass(frozen=True)
+class MembersRestarted:
+    """Order to a neighbour of members that have new processes: open the channels to these processes.
+
+    Obeyed and answered when the neighbour has run every task before `execution`.
+    """
+
+    execution: int
+    """Number of the next execution."""
+    doorbells: Mapping[int, str]
+    """Path of the doorbell of each new process, by member."""
+    ended_pids: tuple[int, ...]
+    """Processes that have ended."""
 
 
 @dataclass(frozen=True)

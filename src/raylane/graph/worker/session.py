@@ -3,7 +3,7 @@
 The driver sends orders over a control channel of the graph's own, because an ordinary call to the actor would wait for
 the method that the actor runs at that moment:
 
-    driver  --orders ring-->   session: "stats", "trace", "close"
+    driver  --orders ring-->   session: "stats", "trace", "close", `MembersDied`, `MembersRestarted`
     driver  <--reports ring--  session: answers, failures of executions, defects, the exit of the actor
 
 Created by `bootstrap.join_graph`, on the actor's own thread; from then on only the graph loop's thread uses it.
@@ -22,9 +22,10 @@ from raylane.core.deadline import Deadline
 from raylane.core.process.place import Place, alive
 from raylane.core.signals import wake
 from raylane.core.signals.semaphore import try_wait
-from raylane.errors import GraphError
+from raylane.errors import GraphClosedError, GraphError, GraphPlanError
 from raylane.graph.channels import published
-from raylane.graph.channels.ends import ChannelEnds
+from raylane.graph.channels.deadlines import ExecutionDeadlines
+from raylane.graph.channels.ends import ChannelEnds, open_shared
 from raylane.graph.channels.lease import LeasePool, LeaseReader
 from raylane.graph.channels.peer_network import PeerNetwork
 from raylane.graph.channels.ring import WAKE, ProcessDoorbell, RingWriter
@@ -33,7 +34,7 @@ from raylane.graph.plan.ir import DRIVER
 from raylane.graph.values import message as messages
 from raylane.graph.worker import exclusive
 from raylane.graph.worker.executor import Executor
-from raylane.graph.worker.program import EXITED, TROUBLE, Program
+from raylane.graph.worker.program import ANSWER, EXITED, TROUBLE, MembersDied, MembersRestarted, Program
 
 MAX_ANSWER_BYTES = 64 << 20
 """Size limit of an answer to the driver; a trace of 8,192 calls takes about 1 MB."""
@@ -56,6 +57,7 @@ class Session:
         `doorbell` and `exclusive_lock` are those of the graph loop.
         """
         layout, plan, options = program.layout, program.plan, program.layout.options
+        self._layout = layout
         self.name = layout.graph
         self.flag = layout.flag
         """Flag of the rings of this graph on the page of the process's doorbell."""
@@ -82,6 +84,8 @@ class Session:
         """Owner and number of the eventfd that this session uses."""
         self._encoder = messages.Encoder()
         self._reports_sent = 0
+        self._reopening: MembersRestarted | None = None
+        """Order that is obeyed when all earlier executions have run here."""
         self._orders = ends.reader(layout.orders, self._leases, doorbell)
         # Answers are no part of an execution, and a trace may be larger than what an edge may lend.
         answers = LeasePool(max(options.max_lent_bytes, MAX_ANSWER_BYTES), options.timeout_s, lifecycle=self.lifecycle)
@@ -103,6 +107,10 @@ class Session:
             on_failure=self._report_failure,
             timeout_s=options.timeout_s,
             doorbell=doorbell,
+            first_execution=layout.first_execution,
+            deadlines=ExecutionDeadlines(open_shared(layout.deadlines, layout.names[DRIVER]), options.max_inflight)
+            if layout.deadlines
+            else None,
         )
         # Last, when nothing can fail any more: a descriptor, and a session that was not created is not closed.
         self.wake_refused = self._fetch_wake_fd(program) if layout.near_driver else None
@@ -130,14 +138,25 @@ class Session:
 
     def obey(self) -> bool:
         """Obey one order of the driver. Return False if there is none. Does not wait."""
+        reopening = self._reopening
+        if reopening is not None and self.executor.has_run_all_before(reopening.execution):
+            self._answer_reopening(self._reopen)
+            return True
         if try_wait(self._orders.full):
             return False
         (order,) = pickle.loads(self._orders.receive().body)
-        if order == "close":
+        if self._reopening is not None:  # the driver counts answers, so they keep the order of the orders
+            self._answer_reopening(lambda order: GraphClosedError("another order came before the channels were open"))
+        if isinstance(order, MembersRestarted):
+            self._reopening = order
+            return True
+        answer: Any = None
+        if isinstance(order, MembersDied):
+            self._mark_dead(order)
+        elif order == "close":
             # The loop removes the session after this; the answer is written before, and the driver waits for it.
             self.lifecycle.advance(Event.LEAVE)
             self._take_back()
-            answer: Any = None
         elif order == "stats":
             sent = {edge: writer.written_bytes for edge, writer in self._writers.items()}
             leased = self._pool.leased_bytes() + (0 if self.network is None else self.network.leased_bytes())
@@ -146,8 +165,35 @@ class Session:
             answer = self.executor.recorder.records()
         else:
             answer = GraphError(f"{self.actor_name} does not know the order {order!r}")
-        self._report(order, answer)
+        self._report(ANSWER, answer)
         return True
+
+    def _mark_dead(self, order: MembersDied) -> None:
+        self.executor.mark_dead(order.members, order.execution)
+        for member in order.members:
+            self._pool.drop_reader(self._layout.names[member])
+
+    def _answer_reopening(self, obey: Callable[[MembersRestarted], GraphError | None]) -> None:
+        order, self._reopening = self._reopening, None
+        assert order is not None
+        self._report(ANSWER, obey(order))
+
+    def _reopen(self, order: MembersRestarted) -> GraphError | None:
+        """Open the channels to processes that take the place of dead ones. Return the error if one cannot be opened."""
+        try:
+            doorbells = {
+                member: open_shared(path, self._layout.names[member]) for member, path in order.doorbells.items()
+            }
+        except GraphPlanError as error:  # the new process has ended too
+            return error
+        for edge, writer in self._writers.items():
+            for index, reader in enumerate(self._layout.readers_here(edge)):
+                if reader in doorbells:
+                    assert isinstance(writer, RingWriter)
+                    writer.replace_reader(index, doorbells[reader])
+        for pid in order.ended_pids:
+            self._leases.forget_process(pid)
+        return None
 
     def _report(self, name: str, answer: Any, flags: int = 0) -> None:
         self._reports.write(self._reports_sent, self._encoder.encode((name, answer)), flags)
