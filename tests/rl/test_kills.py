@@ -110,6 +110,7 @@ def endless_config(folder: Path) -> GrpoRunConfig:
         grpo__mode="async",
         grpo__max_lag=2,
         grpo__max_restarts=KILLS,
+        grpo__snapshot_every=2,
         grpo__val_at_start=False,
         rollout__engines=2,
         rollout__max_restarts=KILLS,

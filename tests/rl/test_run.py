@@ -115,11 +115,15 @@ def test_asynchronous_run_survives_a_dead_engine(tmp_path: Path, model: Path) ->
     assert note.startswith("rollout actor 0 died and is replaced; ")
 
 
-@pytest.mark.claim("GRPO", "a dead rank sends the run back to its last checkpoint")
+@pytest.mark.claim("GRPO", "a dead rank sends the run back to its last checkpoint, or to a snapshot in memory")
+@pytest.mark.parametrize(
+    ("period", "told"),
+    [("checkpointing__save_period", "Starting all workers again from"), ("grpo__snapshot_every", "in memory: 0 recor")],
+)
 def test_dead_rank_goes_back_to_the_last_checkpoint(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, period: str, told: str
 ) -> None:
-    config = config_in(tmp_path, model, checkpointing__save_period=1, cluster__num_workers=2, grpo__mode="one_step")
+    config = config_in(tmp_path, model, **{period: 1}, cluster__num_workers=2, grpo__mode="one_step")
 
     def kill(one: GrpoTrainer) -> None:
         group = one.policy.group
@@ -130,7 +134,7 @@ def test_dead_rank_goes_back_to_the_last_checkpoint(
     assert trainer.run(config).steps == 4
     assert [record["step"] for record in train_records(config)] == [1, 2, 3, 4]
     (note,) = [text for _, text in read_notes(Path(config.logger.log_dir) / "metrics.jsonl")]
-    assert "Starting all workers again from" in note
+    assert told in note
 
 
 def test_lost_weights_are_published_again(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ from raylane.training.checkpoint.folders import Saved
 from raylane.training.report.metrics import MetricsLog
 from raylane.training.report.page import written_report
 from raylane.training.run import ray_session
-from raylane.training.run.opening import finished_text, open_folders, restart_text
+from raylane.training.run.opening import finished_text, open_folders, restart_text, snapshot_text
 from raylane.training.run.places import check_places, fetch_models
 from raylane.training.run.record import RunRecord
 from raylane.training.run.skipped_steps import SkippedSteps
@@ -163,7 +163,9 @@ class GrpoTrainer:
         self.last: Accuracy | None = None
         self._validated: set[int] = set()
         self._restarts = 0
-        """Number of restarts of the workers since the last checkpoint was saved."""
+        """Number of restarts of the workers since the last checkpoint or newer snapshot."""
+        self._read = self._went_back_to = 0
+        """Number of steps whose metrics are recorded, and to which the last restart went back."""
         self._skipped = SkippedSteps(config.grpo.max_skipped_steps, "grpo.max_skipped_steps")
         self._step_ended_s = time.time()
         self._tickets: list[list[ItemTicket]] = []
@@ -197,8 +199,13 @@ class GrpoTrainer:
             self._log.rewind(0)
         elif (aside := self._log.begin_anew()) is not None:
             _log.info("the metrics of an earlier run were moved to %s", aside)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin with the weights that the workers have now."""
         if self._config.checkpointing.enabled:
             publishing.discard_partial(storage.at(self._config.checkpointing.checkpoint_dir))
+        self._read = self._went_back_to = self.done
         # The first weights: those of later steps are published by the steps themselves.
         self.policy.publish_weights()
         self.rollouts.begin_at(self.done)
@@ -229,21 +236,31 @@ class GrpoTrainer:
             except (WorkerLostError, QueueLostError, WeightsLostError) as error:
                 if isinstance(error, QueueLostError):
                     self.rollouts.queue.stats()  # raises if its actor has died: then `run` makes a new queue
+                snapshot = self.policy.snapshot(self._read)
+                if snapshot is not None and snapshot.step > self._went_back_to:
+                    self._restarts = 0
                 if self._restarts >= grpo.max_restarts or self._stop.requested:
                     raise
                 self._restarts += 1
                 lost = error
 
     def _restart(self, lost: WorkerLostError | QueueLostError | WeightsLostError) -> None:
-        """Start the workers again, and go back to the last checkpoint, or to the first step."""
-        reason = str(lost.fields.get("reason", f"{lost}."))
-        self.note(restart_text(reason, self.saved, self._restarts, self._config.grpo.max_restarts))
-        self.policy.recover()
+        """Form the group again, and go back to the newest snapshot or checkpoint, or to the first step."""
+        reason, before = str(lost.fields.get("reason", f"{lost}.")), self._read
+        new = self.policy.recover()
         # A step that has failed is made again with other answers.
         self._end_tickets()
-        self._validated = {step for step in self._validated if self.saved is not None and step <= self.saved.step}
+        snapshot = self.policy.snapshot(before)
+        least = 0 if self.saved is None else self.saved.step
         # A new epoch of the schedule begins: what the engines have made since is not used.
-        self.resume_from(self.saved, anew=False)
+        if snapshot is not None and snapshot.step >= least and self.policy.has_loaded(snapshot):
+            self._log.rewind(self.done)
+            self.note(snapshot_text(reason, new, self.done, before, self._config))
+            self._begin()
+        else:
+            self.note(restart_text(reason, self.saved, self._restarts, self._config.grpo.max_restarts))
+            self.resume_from(self.saved, anew=False)
+        self._validated = {step for step in self._validated if step <= self.done}
 
     def step(self) -> None:
         """Run one step on the groups that have come, and validate or save after it if that is due."""
@@ -278,6 +295,7 @@ class GrpoTrainer:
     def _record(self, metrics: dict[str, float], ended_s: float) -> None:
         """Write the metrics of a step, with those of the engines since the step before."""
         step, grpo = self.done, self._config.grpo
+        self._read = step
         if SKIPPED in metrics:
             self._log.note(step, self._skipped.add(step, metrics))
         else:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from raylane.errors import CheckpointError, StepNotFiniteError, WeightsError, WorkerLostError
+from raylane.errors import CheckpointError, StepNotFiniteError, WorkerLostError
 from raylane.sft.config.schema import SftRunConfig
 from raylane.sft.data import order
 from raylane.sft.data.mixing import documents_of_step, open_training_rows, rows_of_step
@@ -303,7 +303,7 @@ class Trainer:
         before, seconds = self._read, self._seconds
         new = self.policy.recover()
         if self._go_back(before):
-            self._note(snapshot_text(reason, new, self.done, before, seconds - self._seconds, self._config))
+            self._note(snapshot_text(reason, new, self.done, before, self._config, seconds - self._seconds))
         else:
             self._note(restart_text(reason, self.saved, self._restarts, self._config.sft.max_restarts))
             if self.saved is not None:
@@ -328,10 +328,7 @@ class Trainer:
             return False
         if self.saved is not None and snapshot.step < self.saved.step:
             return False
-        try:
-            self.policy.load_snapshot(snapshot)
-        except WeightsError as error:
-            _log.warning("the snapshot after step %d cannot be loaded: %s", snapshot.step, error)
+        if not self.policy.has_loaded(snapshot):
             return False
         self._log.rewind(self.done)
         self._tokens_seen, self._seconds = self._recorded[self.done]

@@ -62,15 +62,18 @@ def finished_text(
 
 
 def snapshot_text(
-    reason: str, new: tuple[int, ...], step: int, before: int, seconds: float, config: TrainingConfig
+    reason: str, new: tuple[int, ...], step: int, before: int, config: TrainingConfig, seconds: float | None = None
 ) -> str:
-    """Return a sentence about ranks that were started again, and what is computed once more; `before` is in steps."""
-    lost = before - step
-    samples = lost * config.policy.train_global_batch_size
+    """Return a sentence about ranks that were started again, and what is computed once more.
+
+    `before` is the number of recorded steps; `seconds` those of the steps since `step`, if they are known.
+    """
     ranks = f"of rank {new[0]}" if len(new) == 1 else f"of ranks {', '.join(map(str, new)) or 'none'}"
+    rows = (before - step) * config.policy.train_global_batch_size
+    took = "" if seconds is None else f", {seconds:.1f} s"
     return (
-        f"{reason} The process {ranks} was started again, and the run goes on from step {step} in memory: {lost} "
-        f"recorded steps ({samples} rows, {seconds:.1f} s) are computed again"
+        f"{reason} The process {ranks} was started again, and the run goes on from step {step} in memory: "
+        f"{before - step} recorded steps ({rows} rows{took}) are computed again"
     )
 
 

@@ -222,7 +222,7 @@ class Policy(Generic[Config]):
     def recover(self) -> tuple[int, ...]:
         """Form the group again after a failure, with the initial weights; wait until it is ready. Return the new ranks.
 
-        Processes that live go on. Call `load` next to continue from a checkpoint, or `load_snapshot`. Raises the errors
+        Processes that live go on. Call `load` next to continue from a checkpoint, or `has_loaded`. Raises the errors
         of the constructor.
         """
         new = self.group.recover()
@@ -241,10 +241,14 @@ class Policy(Generic[Config]):
         except WeightsError:  # none was taken yet, or they are lost with the actors that keep them
             return None
 
-    def load_snapshot(self, snapshot: Snapshot) -> int:
-        """Go back to a snapshot in all workers; return the next step. WeightsError if it is gone."""
-        self.next_step = int(self.call("load_snapshot", snapshot.version))
-        return self.next_step
+    def has_loaded(self, snapshot: Snapshot) -> bool:
+        """Go back to a snapshot in all workers. Return False if it is gone, and log why."""
+        try:
+            self.next_step = int(self.call("load_snapshot", snapshot.version))
+        except WeightsError as error:
+            _log.warning("the snapshot after step %d cannot be loaded: %s", snapshot.step, error)
+            return False
+        return True
 
     def _set_up(self) -> dict[str, Any]:
         """Build the model in all workers, after their nodes have the files that they need; return facts for the log."""
