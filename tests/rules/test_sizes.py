@@ -22,7 +22,7 @@ BUDGETS = {
     "graph": 7582,
     "modules": 686,
     "nemo": 982,
-    "rl": 2942,
+    "rl": 2960,
     "sft": 3090,
     "testing": 206,
     "training": 7570,
