@@ -118,7 +118,7 @@ def test_asynchronous_run_survives_a_dead_engine(tmp_path: Path, model: Path) ->
 @pytest.mark.claim("GRPO", "a dead rank sends the run back to its last checkpoint, or to a snapshot in memory")
 @pytest.mark.parametrize(
     ("period", "told"),
-    [("checkpointing__save_period", "Starting all workers again from"), ("grpo__snapshot_every", "in memory: 0 recor")],
+    [("checkpointing__save_period", "Starting the workers again from"), ("grpo__snapshot_every", "in memory: ")],
 )
 def test_dead_rank_goes_back_to_the_last_checkpoint(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, period: str, told: str

@@ -44,7 +44,7 @@ class Restorer(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         say(f"log, {record.getMessage()}")
-        if "Starting all workers again" in record.getMessage():
+        if "Starting the workers again" in record.getMessage():
             ask("restore")
 
 

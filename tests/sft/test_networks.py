@@ -14,4 +14,4 @@ def test_training_over_two_nodes_survives_a_pulled_cable(hosts: networks.Hosts, 
     text, _ = hosts.drive("tests.sft.network_driver", str(tmp_path))
     assert "said: done" in text, text
     assert "said: pulled for a while" in text, text
-    assert text.count("Starting all workers again from") == 1, text
+    assert text.count("Starting the workers again from") == 1, text

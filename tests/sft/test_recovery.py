@@ -64,7 +64,7 @@ def test_killed_worker_leaves_the_loss_curve_as_it_was(unbroken, folder, monkeyp
     assert losses(config) == unbroken, "bit for bit, and each step once"
     first, second = [text for _, text in read_notes(f"{config.logger.log_dir}/metrics.jsonl")]
     assert "rank 1 died" in first
-    assert first.endswith("Starting all workers again from the first step, as no checkpoint was saved (1 of 2)")
+    assert first.endswith("Starting the workers again from the first step, as no checkpoint was saved (1 of 2)")
     assert "step_5 (1 of 2)" in second, "the checkpoint at step 5 began a new count"
 
 

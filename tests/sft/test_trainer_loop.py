@@ -21,8 +21,9 @@ from raylane.sft.run.trainer import Trainer
 from raylane.training.checkpoint import folders, publishing
 from raylane.training.checkpoint.folders import Saved
 from raylane.training.run.opening import finished_text
-from raylane.training.run.snapshots import Snapshot
+from raylane.training.run.snapshots import Snapshot, usable, versions_to_keep
 from raylane.training.run.stopping import StopRequest, block_sigterm
+from raylane.weights.service.answers import VersionInfo
 from sft.conversations import config, question, write_jsonl
 
 FIGURES = (
@@ -75,6 +76,9 @@ class RecordingPolicy:
     def snapshot(self, most_steps):
         version = most_steps // self.snapshot_every if self.snapshot_every else 0
         return Snapshot(version, version * self.snapshot_every) if version else None
+
+    def forget_snapshots(self):
+        self.events.append("forget snapshots")
 
     def has_loaded(self, snapshot):
         if not self.snapshot_fails:
@@ -212,7 +216,7 @@ def test_lost_worker_goes_back_to_the_last_checkpoint(tmp_path):
     trainer.fit()
     lost = events.index("recover")
     assert events[lost - 3 : lost] == ["save 4 ['train:loss', 'train:tokens_seen']", "send 4", "send 5"]
-    assert events[lost:][:5] == ["recover", "warm up after 4", "send 4", "send 5", "read 4"]
+    assert events[lost:][:5] == ["recover", "forget snapshots", "warm up after 4", "send 4", "send 5"]
     assert events[-1] == "save 6 hf ['train:loss', 'train:tokens_seen']"
 
 
@@ -220,7 +224,7 @@ def test_lost_worker_before_a_checkpoint_starts_anew(tmp_path):
     trainer, events = trainer_of(tmp_path, 2)
     losing(trainer.policy, [1])
     trainer.fit()
-    assert events[events.index("recover") :][:4] == ["recover", "warm up after 0", "send 0", "send 1"]
+    assert events[events.index("recover") :][:4] == ["recover", "forget snapshots", "warm up after 0", "send 0"]
 
 
 def test_restarts_are_bounded_between_checkpoints(tmp_path):
@@ -247,7 +251,48 @@ def test_snapshot_that_is_lost_gives_way_to_the_checkpoint(tmp_path):
     trainer.policy.snapshot_every, trainer.policy.snapshot_fails = 3, True
     losing(trainer.policy, [4])
     trainer.fit()
-    assert events[events.index("recover") :][:3] == ["recover", "warm up after 4", "send 4"]
+    assert events[events.index("recover") :][:3] == ["recover", "forget snapshots", "warm up after 4"]
+
+
+def test_snapshots_that_cannot_be_loaded_bound_the_restarts(tmp_path):
+    trainer, events = trainer_of(tmp_path, 9, save_period=4, snapshot_every=2, max_restarts=1)
+    trainer.policy.snapshot_every, trainer.policy.snapshot_fails = 2, True
+    losing(trainer.policy, [7] * 9)
+    with pytest.raises(WorkerLostError):
+        trainer.fit()
+    assert events.count("recover") <= 2
+
+
+def test_work_due_at_the_step_of_a_snapshot_follows_a_loss(tmp_path):
+    trainer, events = trainer_of(tmp_path, 8, save_period=4, snapshot_every=2, val_period=4)
+    trainer.policy.snapshot_every = 2
+    validate, left = trainer.policy.validate, [4]
+
+    def lose_once():
+        if left and trainer.policy.next_step == left[0]:
+            left.pop()
+            raise WorkerLostError("rank 1 died.", reason="rank 1 died.")
+        return validate()
+
+    trainer.policy.validate = lose_once
+    trainer.fit()
+    after = events[events.index("recover") :]
+    assert after[1:4] == ["snapshot 2", "warm up after 4", "validate after 4"]
+    assert after[4] == "save 4 ['train:loss', 'train:tokens_seen', 'val:loss']"
+    assert not left
+
+
+def test_only_snapshots_of_the_present_course_are_usable():
+    def version(number, step, state="committed"):
+        return VersionInfo("run", number, step, state, 0, (), (), 0.0, None, ())
+
+    versions = [version(2, 6), version(3, 9), version(4, 9), version(5, 12, "open")]
+    assert usable(versions, 20, after=0, used=None) == Snapshot(4, 9)
+    assert usable(versions, 8, after=0, used=None) == Snapshot(2, 6)
+    assert usable(versions, 20, after=3, used=2) == Snapshot(4, 9)
+    assert usable(versions[:2], 20, after=3, used=2) == Snapshot(2, 6), "the third is of steps that are made again"
+    assert usable(versions[:2], 20, after=3, used=None) is None
+    assert [versions_to_keep(*each) for each in ((2, 10), (4, 1), (1, 1))] == [3, 6, 3]
 
 
 def test_request_to_stop_ends_a_run_that_loses_a_worker(tmp_path):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from typing import Any
 
 import pytest
 import ray
+from tests.process_tools import stop
 
 from raylane.errors import WorkerCallError, WorkerLostError
 from raylane.workers.collectives import end_collectives, gloo_sockets, leave_process_groups
@@ -50,6 +52,41 @@ def test_a_rank_that_raises_before_a_collective_loses_nobody(cluster: None) -> N
             sums(group, raises=1)
         assert group.recover() == ()
         assert [pid for *_, pid in sums(group)] == [pid for *_, pid in before]
+
+
+def test_futures_of_before_leave_the_new_calls_alone(cluster: None) -> None:
+    with CompiledWorkerGroup(Summer, 3, options=SMALL) as group:
+        lost, dropped = group.call("sum", 1.0, common={"dies": 2}), group.call("sum", 1.0)
+        with pytest.raises(WorkerLostError):
+            lost.results(60)
+        assert group.recover() == (2,)
+        present = group.call("sum", 1.0)
+        with pytest.raises(WorkerLostError):
+            dropped.results(60)
+        assert [total for total, *_ in present.results(60)] == [3.0] * 3
+        assert [total for total, *_ in sums(group)] == [3.0] * 3
+
+
+def test_a_stuck_rank_is_replaced_while_a_thread_waits_to_send(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raylane.workers.group.STUCK_S", 0.5)
+    with CompiledWorkerGroup(Summer, 2, options=SMALL, inflight=1) as group:
+        pid = sums(group)[1][2]
+        stop(pid)
+        group.call("sum", 1.0)
+        errors: list[Exception] = []
+
+        def send() -> None:
+            try:
+                group.call("sum", 1.0).results(60)
+            except Exception as error:
+                errors.append(error)
+
+        sending = threading.Thread(target=send)
+        sending.start()
+        assert group.recover() == (1,)
+        sending.join(60)
+        assert not sending.is_alive()
+        assert [total for total, *_ in sums(group)] == [2.0] * 2
 
 
 @pytest.mark.parametrize("kind", [WorkerGroup, CompiledWorkerGroup])

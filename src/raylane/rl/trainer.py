@@ -42,6 +42,7 @@ from raylane.training.run.opening import finished_text, open_folders, restart_te
 from raylane.training.run.places import check_places, fetch_models
 from raylane.training.run.record import RunRecord
 from raylane.training.run.skipped_steps import SkippedSteps
+from raylane.training.run.snapshots import Snapshot
 from raylane.training.run.stopping import StopRequest, block_sigterm
 from raylane.training.run.worker import SKIPPED
 from raylane.training.storage import Place
@@ -164,6 +165,8 @@ class GrpoTrainer:
         self._validated: set[int] = set()
         self._restarts = 0
         """Number of restarts of the workers since the last checkpoint or newer snapshot."""
+        self._can_load = True
+        """False after a snapshot that could not be loaded: the run goes back to checkpoints from then on."""
         self._read = self._went_back_to = 0
         """Number of steps whose metrics are recorded, and to which the last restart went back."""
         self._skipped = SkippedSteps(config.grpo.max_skipped_steps, "grpo.max_skipped_steps")
@@ -236,10 +239,9 @@ class GrpoTrainer:
             except (WorkerLostError, QueueLostError, WeightsLostError) as error:
                 if isinstance(error, QueueLostError):
                     self.rollouts.queue.stats()  # raises if its actor has died: then `run` makes a new queue
-                snapshot = self.policy.snapshot(self._read)
-                if snapshot is not None and snapshot.step > self._went_back_to:
-                    self._restarts = 0
-                if self._restarts >= grpo.max_restarts or self._stop.requested:
+                limit, snapshot = grpo.max_restarts, self._usable_snapshot()
+                is_further = snapshot is not None and snapshot.step > self._went_back_to
+                if limit == 0 or self._stop.requested or (self._restarts >= limit and not is_further):
                     raise
                 self._restarts += 1
                 lost = error
@@ -250,17 +252,32 @@ class GrpoTrainer:
         new = self.policy.recover()
         # A step that has failed is made again with other answers.
         self._end_tickets()
-        snapshot = self.policy.snapshot(before)
-        least = 0 if self.saved is None else self.saved.step
+        snapshot = self._usable_snapshot()
+        if snapshot is not None:
+            self._can_load = self.policy.has_loaded(snapshot)
         # A new epoch of the schedule begins: what the engines have made since is not used.
-        if snapshot is not None and snapshot.step >= least and self.policy.has_loaded(snapshot):
+        if snapshot is not None and self._can_load:
+            if self.done > self._went_back_to:
+                self._restarts = 1
             self._log.rewind(self.done)
             self.note(snapshot_text(reason, new, self.done, before, self._config))
             self._begin()
         else:
+            if self._restarts > self._config.grpo.max_restarts:
+                raise lost
+            self.policy.forget_snapshots()
             self.note(restart_text(reason, self.saved, self._restarts, self._config.grpo.max_restarts))
             self.resume_from(self.saved, anew=False)
         self._validated = {step for step in self._validated if step <= self.done}
+        self._skipped.end_streak()
+        if 0 < self.done < self._config.grpo.max_num_steps:  # the loss may have come before what was due
+            self._do_what_is_due()
+
+    def _usable_snapshot(self) -> Snapshot | None:
+        """Return the newest snapshot in memory to which the run can go back; None if the checkpoint is newer."""
+        snapshot = self.policy.snapshot(self._read) if self._can_load else None
+        least = 0 if self.saved is None else self.saved.step
+        return None if snapshot is None or snapshot.step < least else snapshot
 
     def step(self) -> None:
         """Run one step on the groups that have come, and validate or save after it if that is due."""
@@ -279,8 +296,11 @@ class GrpoTrainer:
         self._step_ended_s = ended_s
         if self.done == self._config.rollout.kill_after_step:
             self.rollouts.kill_one()
-        if self.done == self._config.grpo.max_num_steps:
-            return  # `fit` validates and saves
+        if self.done < self._config.grpo.max_num_steps:  # else `fit` validates and saves
+            self._do_what_is_due()
+
+    def _do_what_is_due(self) -> None:
+        """Validate or save, if that is due after the last step."""
         if self._is_due(self._config.grpo.val_period):
             self._validate()
         if self._config.checkpointing.enabled and self._is_due(self._config.checkpointing.save_period):
@@ -334,11 +354,11 @@ class GrpoTrainer:
         """Answer the held-out prompts with the present weights, once for each step."""
         if not self._held_out or self.done in self._validated:
             return
-        self._validated.add(self.done)
         began = time.time()
         # The trainer waits here, so the newest weights that the engines can take are those of this step.
         greedy = self.rollouts.answers(self._held_out, self.done, 0.0)
         sampled = self.rollouts.answers(self._held_out, self.done, self._config.rollout.temperature)
+        self._validated.add(self.done)
         means = [sum(reward for _, reward in answers) / len(answers) for answers in (greedy, sampled)]
         accuracy = Accuracy(*means)
         self.first, self.last = self.first or accuracy, accuracy

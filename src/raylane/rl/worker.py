@@ -42,12 +42,19 @@ class GrpoWorker(TrainingWorker[GrpoRunConfig, Vocabulary]):
         """Join the process group, as `TrainingWorker` does; take payloads from `queue`."""
         super().__init__(device_type, num_threads)
         self._queue = queue
+        self._reference: RunModel | None = None
+        """Model with the initial weights; None without `grpo.kl_coef`."""
+
+    def on_regroup(self, rank: int, world: int) -> None:
+        """Join the process group that is formed again, without the models of before."""
+        self._reference = None
+        super().on_regroup(rank, world)
 
     def setup(self, config: GrpoRunConfig, vocabulary: Vocabulary, total_steps: int) -> dict[str, Any]:
         """Build model, optimizer and loss, and with `grpo.kl_coef` the reference model. Replaces an earlier setup."""
         facts = super().setup(config, vocabulary, total_steps)
         # Built from the same folder; checkpoints change only the model that is trained.
-        self._reference: RunModel | None = self.new_model() if self.config.grpo.kl_coef else None
+        self._reference = self.new_model() if self.config.grpo.kl_coef else None
         self._step_metrics: dict[str, float] = {}
         """Metrics of the rows of the step that is under way."""
         return facts

@@ -329,8 +329,8 @@ class CompiledWorkerGroup(WorkerGroup):
         if busy:
             raise WorkerGroupError(
                 f"{self!r}: {label} was not sent: ranks {busy} are still in an earlier call, {STUCK_S:g} s after its "
-                "graph has ended. They probably wait for another rank in a collective. Call recover(), which starts "
-                "all workers again, or shutdown()",
+                "graph has ended. They probably wait for another rank in a collective. Call recover() or "
+                "shutdown()",
                 ranks=busy,
             )
         self._unsettled.difference_update(ranks)
@@ -349,8 +349,7 @@ class CompiledWorkerGroup(WorkerGroup):
             if not other.graph.drain(STUCK_S if limit is None else min(STUCK_S, limit), remaining=allowed):
                 raise WorkerGroupError(
                     f"{self!r}: {label} was not sent: an earlier call has failed, or was not done in time, and other "
-                    "workers are still in it. They probably wait in a collective. Call recover(), which starts all "
-                    "workers again, or shutdown()"
+                    "workers are still in it. They probably wait in a collective. Call recover() or shutdown()"
                 )
 
     def shutdown(self, timeout: float = 30.0, cleanup_method: str | None = None) -> bool:

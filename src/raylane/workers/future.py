@@ -55,6 +55,8 @@ class Failures:
     count: int = 0
     last: str = ""
     """Label of the call that failed last."""
+    is_past: bool = False
+    """True since the group was formed again: what fails of earlier calls is no failure of the present ones."""
 
 
 @dataclass(eq=False)

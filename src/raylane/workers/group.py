@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 import ray
 import torch
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -231,7 +231,7 @@ class WorkerGroup:
                     raise WorkerGroupError(
                         f"{self!r}: {method} was not sent: ranks {late} are still in {future.label}, {STUCK_S:g} s "
                         f"after {self._failures.last} failed. They probably wait for another rank in a "
-                        "collective. Call recover(), which starts all workers again, or shutdown()",
+                        "collective. Call recover(), or shutdown()",
                         ranks=late,
                     )
                 time.sleep(0.01)  # there is no event for several kinds of futures
@@ -389,7 +389,7 @@ class WorkerGroup:
                 new = self._regroup(Deadline(self._options.start_timeout_s))
                 if new is not None:
                     return new
-            except WorkerGroupError as error:
+            except (WorkerGroupError, RayError, ValueError) as error:  # ValueError: Ray has not let go of a name yet
                 _log.warning(
                     "%r: the group could not be formed again, so all its workers are new: %s", self, str(error)
                 )
@@ -406,16 +406,17 @@ class WorkerGroup:
 
     def _regroup(self, deadline: Deadline) -> tuple[int, ...] | None:
         """Replace the ranks that do not answer, and form the group again; return the new ones. None if none answers."""
-        self._failures.count += 1
+        self._failures.is_past = True
+        self._failures = Failures(self._failures.count + 1)
         freed = [actor.free.remote(self._failures.count, STUCK_S) for actor in self._actors]
         ready = Deadline(STUCK_S + ANSWER_S)
         lost = tuple(rank for rank, ref in enumerate(freed) if not _is_true(ref, ready))
         if len(lost) == self.size:
             return None
-        self._forget_calls()
         gone = [self._actors[rank] for rank in lost]
         for actor in gone:
             ray.kill(actor)
+        self._forget_calls()  # after the kills, which end the waits of other threads for these ranks
         if not _wait_dead(gone, time.monotonic() + _KILL_RESERVE_S):
             raise WorkerGroupError(f"{self!r}: ranks {list(lost)} have not ended")
         for rank in lost:
@@ -516,15 +517,15 @@ class _TrialPickler(_ray.CloudPickler):  # type: ignore[misc]  # untyped base
 
 def _free(actors: Sequence[Any], failures: Failures) -> None:
     """End the collectives of these workers: one that died can join no more. Does not wait."""
-    for actor in actors:
+    for actor in () if failures.is_past else actors:
         actor.free.remote(failures.count, 0.0)
 
 
 def _is_true(ref: Any, deadline: Deadline) -> bool:
-    """Return True if a call has answered so; False if its actor has died, or does not answer in time."""
+    """Return True if a call has answered so; False if it has failed, or does not answer in time."""
     try:
         return bool(ray.get(ref, timeout=deadline.left_s()))
-    except (RayActorError, ray.exceptions.GetTimeoutError):
+    except RayError:  # also of the call itself, as of NCCL's abort
         return False
 
 

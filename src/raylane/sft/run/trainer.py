@@ -168,6 +168,8 @@ class Recorded(NamedTuple):
     """Tokens of documents so far."""
     seconds: float
     """Seconds of steps so far."""
+    loss: float
+    """Loss of the step."""
 
 
 class Trainer:
@@ -204,6 +206,8 @@ class Trainer:
         """What the run had seen after so many steps, whose metrics were read; those to which it may go back."""
         self._seconds = 0.0
         """Seconds of all steps whose metrics were read."""
+        self._can_load = True
+        """False after a snapshot that could not be loaded: the run goes back to checkpoints from then on."""
         self._went_back_to = 0
         """Number of steps to which the last restart went back."""
         overlaps = config.policy.compiled_graph.overlap_communication
@@ -266,10 +270,8 @@ class Trainer:
                 return
             except WorkerLostError as error:
                 self._finish_last_save()
-                snapshot = self.policy.snapshot(self._read)
-                if snapshot is not None and snapshot.step > self._went_back_to:
-                    self._restarts = 0
-                if self._restarts >= self._config.sft.max_restarts or self._stop.requested:
+                limit = self._config.sft.max_restarts
+                if limit == 0 or self._stop.requested or (self._restarts >= limit and not self._has_newer_snapshot()):
                     raise
                 self._restarts += 1
                 lost = error
@@ -303,8 +305,13 @@ class Trainer:
         before, seconds = self._read, self._seconds
         new = self.policy.recover()
         if self._go_back(before):
+            if self.done > self._went_back_to:
+                self._restarts = 1
             self._note(snapshot_text(reason, new, self.done, before, self._config, seconds - self._seconds))
         else:
+            if self._restarts > self._config.sft.max_restarts:
+                raise lost
+            self.policy.forget_snapshots()
             self._note(restart_text(reason, self.saved, self._restarts, self._config.sft.max_restarts))
             if self.saved is not None:
                 self.resume_from(self.saved)
@@ -315,7 +322,10 @@ class Trainer:
         self._recorded = {step: each for step, each in self._recorded.items() if step <= self.done}
         self._discard_partial()
         self._validations = {step: loss for step, loss in self._validations.items() if step <= self.done}
+        self._skipped.end_streak()
         self.warm_up()
+        if self.done:  # the loss may have come between a step and what was due after it
+            self._do_what_is_due()
 
     def _note(self, text: str) -> None:
         _log.warning("%s", text)
@@ -328,11 +338,17 @@ class Trainer:
             return False
         if self.saved is not None and snapshot.step < self.saved.step:
             return False
-        if not self.policy.has_loaded(snapshot):
+        self._can_load = self._can_load and self.policy.has_loaded(snapshot)
+        if not self._can_load:
             return False
         self._log.rewind(self.done)
-        self._tokens_seen, self._seconds = self._recorded[self.done]
+        self._tokens_seen, self._seconds, self.losses["train:loss"] = self._recorded[self.done]
         return True
+
+    def _has_newer_snapshot(self) -> bool:
+        """Return True if the run has got further than the last restart, as a snapshot in memory shows."""
+        snapshot = self.policy.snapshot(self._read) if self._can_load else None
+        return snapshot is not None and snapshot.step > self._went_back_to
 
     def _step(self) -> None:
         """Send one step, and validate or save after it if that is due."""
@@ -340,6 +356,10 @@ class Trainer:
         while len(self._in_flight) >= self._max_in_flight:
             self._read_oldest()
         self._in_flight.append((self.done, self._send()))
+        self._do_what_is_due()
+
+    def _do_what_is_due(self) -> None:
+        """Validate or save, if that is due after the last step that was sent."""
         if self._is_due(self._config.sft.val_period):
             self._wait_for_steps()
             self._validate()
@@ -386,7 +406,7 @@ class Trainer:
         self._read, self._seconds = step, self._seconds + metrics["step_time_s"]
         every = self._config.sft.snapshot_every
         if every and step % every == 0:
-            self._recorded[step] = Recorded(self._tokens_seen, self._seconds)
+            self._recorded[step] = Recorded(self._tokens_seen, self._seconds, metrics["loss"])
         # Every step is recorded in metrics.jsonl; only every log_interval-th one is printed as a line.
         self._log.log(step, metrics, "train")
         shown = {name: metrics[key] for name, key in _PROGRESS_METRICS.items()}

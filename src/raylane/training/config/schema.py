@@ -39,11 +39,18 @@ class LoopConfig(Section):
     worker may be held in a debugger. After the limit the run ends. Not in NeMo-RL."""
     max_restarts: NaturalInt = 2
     """Number of times that a run starts its workers again after it lost one, from the last complete checkpoint, until a
-    new checkpoint is complete (then counting begins again). 0 ends the run instead. Not in NeMo-RL."""
+    new checkpoint is complete, or a newer snapshot was needed (then counting begins again). 0 ends the run instead. Not
+    in NeMo-RL."""
     snapshot_every: NaturalInt = 0
     """Number of steps between two snapshots in shared memory: copies of trained weights and optimizer state beside the
-    next step. After the loss of a worker the run goes back to the newest one instead of a checkpoint, and starts only
-    the processes that were lost. Takes three times that state in memory. 0 takes none. Not in NeMo-RL."""
+    next step. After the loss of a worker the run goes back to the newest one instead of an older checkpoint. Takes that
+    state in memory three times, more often if steps in flight outnumber this. 0 takes none. Not in NeMo-RL."""
+
+    @model_validator(mode="after")
+    def _snapshots_are_used(self) -> LoopConfig:
+        if self.snapshot_every and not self.max_restarts:
+            raise ValueError(f"snapshot_every={self.snapshot_every} needs more than max_restarts=0: change one of them")
+        return self
 
 
 class CheckpointingConfig(Section):

@@ -80,4 +80,4 @@ def snapshot_text(
 def restart_text(reason: str, saved: Saved | None, number: int, limit: int) -> str:
     """Return a sentence about restart `number` of `limit` of all workers, from a checkpoint or from the first step."""
     source = f"from {saved.path}" if saved is not None else "from the first step, as no checkpoint was saved"
-    return f"{reason} Starting all workers again {source} ({number} of {limit})"
+    return f"{reason} Starting the workers again {source} ({number} of {limit})"

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Self
+from typing import Any, ClassVar, Generic, NamedTuple, Self
 
 from raylane import weights
 from raylane.errors import CheckpointError, ConfigError, RaylaneError, WeightsError, WorkerCallError, WorkerLostError
@@ -34,6 +34,7 @@ from raylane.training.run.snapshots import Snapshot, usable
 from raylane.training.run.worker import SAVE_ENDED, TrainingWorker
 from raylane.training.storage import Place
 from raylane.training.vocabulary import Vocabulary
+from raylane.weights.service.answers import VersionInfo
 from raylane.workers.batch import BatchDict
 from raylane.workers.compiled import CompiledWorkerGroup
 from raylane.workers.future import GroupFuture
@@ -62,6 +63,13 @@ class _Unfinished:
     folder: Place
     partial: Place
     metrics: Mapping[str, float]
+
+
+class _Course(NamedTuple):
+    """Which snapshots are of the present course of the run: those after a version, and the one that it went back to."""
+
+    after: int
+    used: int | None
 
 
 @contextmanager
@@ -114,6 +122,7 @@ class Policy(Generic[Config]):
         every = config.loop.snapshot_every
         self._snapshot_name = f"raylane snapshots {secrets.token_hex(8)}" if every else None
         """Name of weights under which the workers keep snapshots; None if they take none."""
+        self._course = _Course(0, None)
         self._losses: dict[str, LossFunction] = {}
         """Loss functions that the workers have, by name; kept to recognise a function that was sent before."""
         device = "cuda" if config.cluster.gpus_per_node else "cpu"
@@ -234,20 +243,31 @@ class Policy(Generic[Config]):
 
     def snapshot(self, most_steps: int) -> Snapshot | None:
         """Return the newest snapshot in memory of at most so many steps; None if there is none."""
+        return usable(self._snapshot_versions(), most_steps, self._course.after, self._course.used)
+
+    def forget_snapshots(self, used: int | None = None) -> None:
+        """Note that the run goes back: earlier snapshots are of steps that are made again, except the one `used`."""
+        after = max((each.number for each in self._snapshot_versions()), default=0)
+        self._course = _Course(after, used)
+
+    def _snapshot_versions(self) -> list[VersionInfo]:
         if self._snapshot_name is None:
-            return None
+            return []
         try:
-            return usable(weights.versions(self._snapshot_name), most_steps)
+            return weights.versions(self._snapshot_name)
         except WeightsError:  # none was taken yet, or they are lost with the actors that keep them
-            return None
+            return []
 
     def has_loaded(self, snapshot: Snapshot) -> bool:
-        """Go back to a snapshot in all workers. Return False if it is gone, and log why."""
+        """Go back to a snapshot in all workers. Return False if that fails: they are then as after `recover`."""
         try:
             self.next_step = int(self.call("load_snapshot", snapshot.version))
-        except WeightsError as error:
+        except (WeightsError, WorkerCallError) as error:
             _log.warning("the snapshot after step %d cannot be loaded: %s", snapshot.step, error)
+            self.next_step = 0
+            self.facts = self._set_up()  # a part of it may have been copied
             return False
+        self.forget_snapshots(snapshot.version)
         return True
 
     def _set_up(self) -> dict[str, Any]:

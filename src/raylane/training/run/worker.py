@@ -36,7 +36,7 @@ from raylane.training.run.delivery import FolderCopies
 from raylane.training.run.generate import generate
 from raylane.training.run.micro_batches import Division, FixedRows, division
 from raylane.training.run.published_weights import PublishedWeights
-from raylane.training.run.snapshots import Snapshots
+from raylane.training.run.snapshots import Snapshots, versions_to_keep
 from raylane.training.run.step import state_kept
 from raylane.training.vocabulary import AnyVocabulary
 from raylane.workers.batch import BatchDict
@@ -133,7 +133,8 @@ class TrainingWorker(Generic[Config, AnyVocabulary]):
         if policy.publish_weights.name is not None:
             self._published = PublishedWeights(self.model, policy)
         if self._snapshot_name is not None:
-            self._snapshots = Snapshots(self._snapshot_name, self.model, self.optimizer)
+            keep = versions_to_keep(config.steps_in_flight, config.loop.snapshot_every)
+            self._snapshots = Snapshots(self._snapshot_name, keep, self.model, self.optimizer)
         self._loss: LossFunction = self.make_loss()
         parameters = list(self.model.parameters())
         local_parts = [own_part(parameter) for parameter in parameters]
@@ -339,6 +340,8 @@ class TrainingWorker(Generic[Config, AnyVocabulary]):
         optimizer = self.optimizer if state.has_optimizer(path) else None
         if optimizer is None and self._rank == 0:
             _log.warning("%s holds no optimizer state: the optimizer starts fresh, and losses will differ", folder)
+        if self._snapshots is not None:
+            self._snapshots.finish()
         release_gathered(self.model)
         next_step = state.load_state(path, self.model, optimizer)
         if self._published is not None:
