@@ -4,7 +4,7 @@
 
     memory      only the killed process starts again; snapshots every 10 steps
     restart     all processes start again from a checkpoint, saved every 10 steps
-    undisturbed with and without snapshots, for what they cost
+    undisturbed with and without snapshots, for what they cost when their memory is warm
 
 Each way runs `ROUNDS` times, in turn. Rank 1 is killed when step 25 is read. Prints seconds to the next step that ends
 (`any`), and to the first that had not ended before (`new`); and the mean step time of the undisturbed runs.
@@ -31,6 +31,8 @@ from raylane.training.report.metrics import METRICS_FILE, read_metrics
 from raylane.training.run.worker import TrainingWorker
 
 ROUNDS, EVERY, KILL_AT, STEPS = 3, 10, 25, 35
+UNDISTURBED_STEPS, WARM_AT = 120, 50
+"""Steps of an undisturbed run, and the step after which all slots of snapshots have been written once."""
 
 
 class Stopwatch:
@@ -72,13 +74,13 @@ class Stopwatch:
         return max(range(len(self.ended)), key=lambda at: times[at + 1] - times[at])
 
 
-def run(config: str, overrides: list[str], *more: str) -> list[float]:
+def run(config: str, overrides: list[str], *more: str, steps: int = STEPS) -> list[float]:
     """Run a configuration in temporary folders; return the step times after the first steps."""
     with tempfile.TemporaryDirectory() as folder:
         words = [*overrides, f"checkpointing.checkpoint_dir={folder}/saved", f"logger.log_dir={folder}/logs", *more]
-        trainer.run(load_config(config, [*words, f"sft.max_num_steps={STEPS}", "checkpointing.save_hf=false"]))
+        trainer.run(load_config(config, [*words, f"sft.max_num_steps={steps}", "checkpointing.save_hf=false"]))
         records = read_metrics(Path(folder) / "logs" / METRICS_FILE)
-    return [one["train:step_time_s"] for one in records if "train:step_time_s" in one and one["step"] > EVERY]
+    return [one["train:step_time_s"] for one in records if "train:step_time_s" in one and one["step"] > WARM_AT]
 
 
 def main(config: str, *overrides: str) -> None:
@@ -100,7 +102,8 @@ def main(config: str, *overrides: str) -> None:
         for name, seconds in watch.seconds().items():
             found[f"restart, {name}"].append(seconds)
         for name, every in (("with snapshots", EVERY), ("without", 0)):
-            found[f"step {name}"].append(statistics.mean(run(config, list(overrides), f"sft.snapshot_every={every}")))
+            times = run(config, list(overrides), f"sft.snapshot_every={every}", steps=UNDISTURBED_STEPS)
+            found[f"step {name}"].append(statistics.mean(times))
     for name, all_seconds in found.items():
         print(f"{name:24}", *(f"{seconds:8.3f}" for seconds in all_seconds), "s")
 
