@@ -28,7 +28,7 @@ BUDGETS = {
     "training": 7640,
     "transport": 7790,
     "weights": 7010,
-    "workers": 1690,
+    "workers": 1700,
 }
 """Lines of code of each package, and of the modules beside them, without docstrings, comments and blank lines.
 

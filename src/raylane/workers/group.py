@@ -28,7 +28,7 @@ from raylane import _ray
 from raylane.core.deadline import Deadline
 from raylane.core.process.environment import NICENESS_REMEDY
 from raylane.core.process.finalizing import finalize_here
-from raylane.errors import WorkerCallError, WorkerGroupError
+from raylane.errors import WorkerCallError, WorkerGroupError, WorkerLostError
 from raylane.graph.values import references
 from raylane.transport.api import put
 from raylane.workers.batch import BatchDict
@@ -37,7 +37,7 @@ from raylane.workers.future import Failures, GroupFuture, PendingCalls, RefCalls
 from raylane.workers.host import CONSTRUCT, REGROUP, Arguments, Seat, WorkerHost
 from raylane.workers.methods import check_call, check_constructor, check_worker_class
 from raylane.workers.options import WorkerOptions
-from raylane.workers.places import Places, Share, release
+from raylane.workers.places import Places, Share, rank_variables, release
 from raylane.workers.sharding import NamedSharding
 
 _log = logging.getLogger(__name__)
@@ -46,6 +46,8 @@ _KILL_RESERVE_S = 5.0
 """Seconds of shutdown's time (at most half of it) that are reserved for killing the actors after a cleanup."""
 ANSWER_S = 2.0
 """Seconds in which a living worker answers a call that does not wait."""
+REGROUPS = 3
+"""Attempts to form a group again while further workers die."""
 STUCK_S = 5.0
 """Seconds after which workers that have not finished a failed call count as stuck, when the next call is sent."""
 
@@ -306,7 +308,7 @@ class WorkerGroup:
         assert self._places is not None
         self.node_ids = tuple(seat.node_id for seat in located)
         variables = self._places.variables(self._share)
-        self._env = [ranks | own for ranks, own in zip(_rank_variables(located), variables, strict=True)]
+        self._env = [ranks | own for ranks, own in zip(rank_variables(located), variables, strict=True)]
 
     def _take_places(self, deadline: Deadline) -> tuple[Places, Share]:
         other = self._options.colocate
@@ -384,15 +386,9 @@ class WorkerGroup:
         """
         if self._closed:
             raise WorkerGroupError(f"{self!r}: recover cannot be called after shutdown. Start a new group")
-        if hasattr(self.worker_class, REGROUP) and self._actors:
-            try:
-                new = self._regroup(Deadline(self._options.start_timeout_s))
-                if new is not None:
-                    return new
-            except (WorkerGroupError, RayError, ValueError) as error:  # ValueError: Ray has not let go of a name yet
-                _log.warning(
-                    "%r: the group could not be formed again, so all its workers are new: %s", self, str(error)
-                )
+        new = self._regrouped() if hasattr(self.worker_class, REGROUP) and self._actors else None
+        if new is not None:
+            return new
         shared = self._options.colocate is not None or (self._places is not None and self._places.is_shared)
         self._end_processes(time.monotonic() + _KILL_RESERVE_S, keep_places=shared)
         self._failures, self._under_way, self._broken = Failures(), [], None
@@ -404,26 +400,43 @@ class WorkerGroup:
             raise
         return tuple(range(self.size))
 
-    def _regroup(self, deadline: Deadline) -> tuple[int, ...] | None:
-        """Replace the ranks that do not answer, and form the group again; return the new ones. None if none answers."""
+    def _regrouped(self) -> tuple[int, ...] | None:
+        """Form the group again around the workers that live; return the new ranks, None if that fails."""
+        deadline, new = Deadline(self._options.start_timeout_s), set[int]()
+        for _ in range(REGROUPS):
+            try:
+                return tuple(sorted(new)) if self._regroup(deadline, new) else None
+            except WorkerLostError as error:  # another one has died meanwhile
+                cause: Exception = error
+            except (WorkerGroupError, RayError, ValueError) as error:  # ValueError: Ray has not let go of a name yet
+                cause = error
+                break
+        text = "%r: the group could not be formed again, so all its workers are new: %s"
+        _log.warning(text, self, str(cause))
+        return None
+
+    def _regroup(self, deadline: Deadline, new: set[int]) -> bool:
+        """Replace the ranks that do not answer, and form the group again; add to `new`. False if none answers."""
         self._failures.is_past = True
         self._failures = Failures(self._failures.count + 1)
         freed = [actor.free.remote(self._failures.count, STUCK_S) for actor in self._actors]
         ready = Deadline(STUCK_S + ANSWER_S)
-        lost = tuple(rank for rank, ref in enumerate(freed) if not _is_true(ref, ready))
+        lost = [rank for rank, ref in enumerate(freed) if not _is_true(ref, ready)]
         if len(lost) == self.size:
-            return None
+            return False
+        new.update(lost)
         gone = [self._actors[rank] for rank in lost]
         for actor in gone:
             ray.kill(actor)
         self._forget_calls()  # after the kills, which end the waits of other threads for these ranks
         if not _wait_dead(gone, time.monotonic() + _KILL_RESERVE_S):
-            raise WorkerGroupError(f"{self!r}: ranks {list(lost)} have not ended")
+            raise WorkerGroupError(f"{self!r}: ranks {lost} have not ended")
         for rank in lost:
             self._actors[rank] = self._new_actor(rank)
         self._seat(self._take_seats(deadline, again=True))
         are_new = self._first_results(self._construct(range(self.size), REGROUP), deadline)
-        return tuple(rank for rank, is_new in enumerate(are_new) if is_new)
+        new.update(rank for rank, is_new in enumerate(are_new) if is_new)  # also those that Ray has restarted
+        return True
 
     def _forget_calls(self) -> None:
         """Forget the calls that were sent: their workers have left them, or are lost."""
@@ -552,27 +565,6 @@ def _warn_of_niceness(niceness: int) -> None:
             niceness,
             NICENESS_REMEDY,
         )
-
-
-def _rank_variables(seats: Sequence[Seat]) -> list[dict[str, str]]:
-    """Return the environment variables of each rank; nodes are numbered in the order of their first rank."""
-    nodes = list(dict.fromkeys(seat.node_id for seat in seats))
-    local: dict[str, list[int]] = {node: [] for node in nodes}
-    for rank, seat in enumerate(seats):
-        local[seat.node_id].append(rank)
-    return [
-        {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(len(seats)),
-            "LOCAL_RANK": str(local[seat.node_id].index(rank)),
-            "LOCAL_WORLD_SIZE": str(len(local[seat.node_id])),
-            "NODE_RANK": str(nodes.index(seat.node_id)),
-            "MASTER_ADDR": seats[0].address,
-            "MASTER_PORT": str(seats[0].store_port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-        }
-        for rank, seat in enumerate(seats)
-    ]
 
 
 def _wait_dead(actors: Sequence[Any], deadline: float) -> bool:

@@ -171,6 +171,27 @@ def bundles_of_ranks(placement: PlacementGroup, size: int) -> list[int]:
     return [index for index in ordered for _ in range(each)]
 
 
+def rank_variables(seats: Sequence[Seat]) -> list[dict[str, str]]:
+    """Return the environment variables of each rank; nodes are numbered in the order of their first rank."""
+    nodes = list(dict.fromkeys(seat.node_id for seat in seats))
+    local: dict[str, list[int]] = {node: [] for node in nodes}
+    for rank, seat in enumerate(seats):
+        local[seat.node_id].append(rank)
+    return [
+        {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(len(seats)),
+            "LOCAL_RANK": str(local[seat.node_id].index(rank)),
+            "LOCAL_WORLD_SIZE": str(len(local[seat.node_id])),
+            "NODE_RANK": str(nodes.index(seat.node_id)),
+            "MASTER_ADDR": seats[0].address,
+            "MASTER_PORT": str(seats[0].store_port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+        for rank, seat in enumerate(seats)
+    ]
+
+
 def release(places: Places, share: Share) -> None:
     """Leave the places of a WorkerGroup that was dropped without `shutdown`; runs as a finalizer."""
     warnings.warn("a WorkerGroup was dropped without shutdown()", ResourceWarning, stacklevel=2)
