@@ -3,6 +3,7 @@
     python -m benchmarks.studies.recovery CONFIG [override...]
 
     memory      only the killed process starts again; snapshots every 10 steps
+    spare       the same, with a process that waits beside the group
     restart     all processes start again from a checkpoint, saved every 10 steps
     undisturbed with and without snapshots, for what they cost when their memory is warm
 
@@ -87,11 +88,12 @@ def main(config: str, *overrides: str) -> None:
     """Run all ways in turn, and print what they took."""
     found: dict[str, list[float]] = defaultdict(list)
     for _ in range(ROUNDS):
-        watch = Stopwatch()
-        with watch.watching():
-            run(config, list(overrides), f"sft.snapshot_every={EVERY}")
-        for name, seconds in watch.seconds().items():
-            found[f"memory, {name}"].append(seconds)
+        for way, spares in (("memory", 0), ("spare", 1)):
+            watch = Stopwatch()
+            with watch.watching():
+                run(config, list(overrides), f"sft.snapshot_every={EVERY}", f"cluster.spare_workers={spares}")
+            for name, seconds in watch.seconds().items():
+                found[f"{way}, {name}"].append(seconds)
         watch, regroup = Stopwatch(), TrainingWorker.on_regroup
         del TrainingWorker.on_regroup  # as it was before: all processes start again
         try:

@@ -25,10 +25,10 @@ BUDGETS = {
     "rl": 2980,
     "sft": 3100,
     "testing": 206,
-    "training": 7640,
+    "training": 7645,
     "transport": 7790,
     "weights": 7010,
-    "workers": 1700,
+    "workers": 1745,
 }
 """Lines of code of each package, and of the modules beside them, without docstrings, comments and blank lines.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -43,6 +44,24 @@ def test_survivors_of_a_collective_keep_state_and_process(cluster: None) -> None
             assert after[victim][2] != before[victim][2]
             assert [after[rank][1] for rank in kept] == [before[rank][1] + 1 for rank in kept], calls
             before = after
+
+
+def test_a_spare_takes_the_place_of_a_dead_rank(cluster: None, eventually: Callable[..., None]) -> None:
+    with CompiledWorkerGroup(Summer, 2, options=WorkerOptions(num_cpus=0.5, spares=1)) as group:
+        for victim in (1, 0):
+            (seat,) = group._spares._seats.values()
+            waiting = ray.get(seat, timeout=60).pid
+            with pytest.raises(WorkerLostError, match=f"rank {victim} died"):
+                sums(group, dies=victim)
+            assert group.recover() == (victim,)
+            after = sums(group)
+            assert after[victim][2] == waiting
+            assert [total for total, *_ in after] == [2.0] * 2
+            os.kill(after[1 - victim][2], signal.SIGKILL)  # before another spare is ready, or after
+            assert group.recover() == (1 - victim,)
+            assert [total for total, *_ in sums(group)] == [2.0] * 2
+    with pytest.raises(ValueError, match="without GPUs"):
+        WorkerOptions(num_gpus=1, spares=1)
 
 
 def test_a_rank_that_raises_before_a_collective_loses_nobody(cluster: None) -> None:

@@ -39,6 +39,7 @@ from raylane.workers.methods import check_call, check_constructor, check_worker_
 from raylane.workers.options import WorkerOptions
 from raylane.workers.places import Places, Share, rank_variables, release
 from raylane.workers.sharding import NamedSharding
+from raylane.workers.spares import Spares
 
 _log = logging.getLogger(__name__)
 
@@ -109,6 +110,7 @@ class WorkerGroup:
         self._share: Share
         self._dropped: weakref.finalize[..., Any] | None = None
         """Finalizer that removes the placement group if this object is dropped without `shutdown`."""
+        self._spares = Spares(self._options.spares, self._new_spare)
         self._closed = False
         self._plans: dict[Any, DispatchPlan] = {}
         """Plans by the arguments from which they were made."""
@@ -293,15 +295,21 @@ class WorkerGroup:
         _warn_of_niceness(max(seat.niceness for seat in located))
         self._seat(located)
         self._first_results(self._construct(range(self.size)), deadline)
+        self._spares.fill()
 
     def _new_actor(self, rank: int) -> Any:
         """Create the actor of a rank in its place. Does not wait for its process."""
+        return self._host_in(rank).remote(rank, self.worker_class.__name__)
+
+    def _new_spare(self, number: int) -> Any:
+        return self._host_in(number % self.size, num_cpus=0, resources=None).remote(-1, self.worker_class.__name__)
+
+    def _host_in(self, rank: int, **options: Any) -> Any:
+        """Return the actor class for the place of a rank."""
         assert self._places is not None
         bundle = self._places.indices[rank]
         seat = PlacementGroupSchedulingStrategy(self._places.placement, placement_group_bundle_index=bundle)
-        options = self._options.remote_options(rank)
-        remote_host = ray.remote(WorkerHost).options(scheduling_strategy=seat, **options)
-        return remote_host.remote(rank, self.worker_class.__name__)
+        return ray.remote(WorkerHost).options(scheduling_strategy=seat, **self._options.remote_options(rank) | options)
 
     def _seat(self, located: Sequence[Seat]) -> None:
         """Note where the workers are."""
@@ -432,10 +440,11 @@ class WorkerGroup:
         if not _wait_dead(gone, time.monotonic() + _KILL_RESERVE_S):
             raise WorkerGroupError(f"{self!r}: ranks {lost} have not ended")
         for rank in lost:
-            self._actors[rank] = self._new_actor(rank)
+            self._actors[rank] = self._spares.take(self.node_ids[rank]) or self._new_actor(rank)
         self._seat(self._take_seats(deadline, again=True))
         are_new = self._first_results(self._construct(range(self.size), REGROUP), deadline)
         new.update(rank for rank, is_new in enumerate(are_new) if is_new)  # also those that Ray has restarted
+        self._spares.fill()
         return True
 
     def _forget_calls(self) -> None:
@@ -470,7 +479,7 @@ class WorkerGroup:
 
     def _end_processes(self, deadline: float, *, keep_places: bool = False) -> bool:
         """Kill all workers and leave their places. Return False if they have not ended by the deadline."""
-        actors, self._actors = self._actors, []
+        actors, self._actors = [*self._actors, *self._spares.end()], []
         places = None
         if not keep_places:
             places, self._places = self._places, None

@@ -65,6 +65,9 @@ class WorkerOptions:
     Both must have as many workers. Rank i of both sees the same GPU if each needs a part of one (`num_gpus` below 1).
     The other options of the placement are those of that group, which may be shut down first.
     """
+    spares: int = 0
+    """Number of processes that wait to take the place of a worker that dies, for classes with `on_regroup`: `recover`
+    then starts no process. Each takes the memory of a Python with torch. For groups without GPUs and names."""
     start_timeout_s: float = START_S
     """Limit in seconds for placing, starting and constructing all workers; every 30 s the log says what is awaited."""
 
@@ -91,6 +94,10 @@ class WorkerOptions:
             raise ValueError(f"max_concurrency must be at least 1, got {self.max_concurrency}")
         if self.workers_per_node is not None and self.workers_per_node < 1:
             raise ValueError(f"workers_per_node must be at least 1, or None, got {self.workers_per_node}")
+        if self.spares < 0 or (self.spares and (self.bundle().get("GPU", 0.0) or self.name_prefix)):
+            raise ValueError(
+                f"spares={self.spares}: spares are a number of processes, of groups without GPUs and name_prefix"
+            )
         if self.max_restarts < -1:
             raise ValueError(f"max_restarts must be a number of restarts, or -1 for no limit, got {self.max_restarts}")
         if self.start_timeout_s <= 0:

@@ -132,6 +132,9 @@ class ClusterConfig(Section):
     """Number of nodes to use; each node gets num_workers / num_nodes workers with consecutive ranks."""
     cpus_per_worker: PositiveInt = 1
     """Number of logical CPUs that each worker requests from Ray, and number of its torch threads."""
+    spare_workers: NaturalInt = 0
+    """Number of processes, spread over the nodes, that wait to take the place of a worker that dies. Each takes the
+    memory of a Python with torch. Only without GPUs. Not in NeMo-RL."""
     start_timeout_s: PositiveFloat = START_S
     """Maximum time in seconds for placing and starting all workers; every 30 s the log says what is awaited."""
     # YAML reads `NCCL_P2P_DISABLE: 1` as a number, and environment variables are text.
@@ -148,6 +151,12 @@ class ClusterConfig(Section):
         if not all(isinstance(count, int) and not isinstance(count, bool) for count in (gpus, nodes)):
             return {**values, "num_workers": 1}  # pydantic reports the wrong type at gpus_per_node or num_nodes
         return {**values, "num_workers": max(1, gpus) * max(1, nodes)}
+
+    @model_validator(mode="after")
+    def _no_spares_with_gpus(self) -> ClusterConfig:
+        if self.spare_workers and self.gpus_per_node:
+            raise ValueError(f"spare_workers={self.spare_workers} needs gpus_per_node=0, got {self.gpus_per_node}")
+        return self
 
     @model_validator(mode="after")
     def _no_rank_variables(self) -> ClusterConfig:

@@ -51,6 +51,7 @@ def worker_options(config: TrainingConfig) -> WorkerOptions:
         num_gpus=1 if cluster.gpus_per_node else 0,
         env_vars={"TOKENIZERS_PARALLELISM": "false", **cluster.env_vars},
         workers_per_node=cluster.num_workers // cluster.num_nodes,
+        spares=cluster.spare_workers,
         start_timeout_s=cluster.start_timeout_s,
     )
 
