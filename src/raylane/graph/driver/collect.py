@@ -167,7 +167,8 @@ class Collector:
             if doorbell.consumed > doorbell.read:  # a post that belongs to no message of an edge: a report, or `notify`
                 read = doorbell.read
                 self._poll_reports()
-                if doorbell.read > read or self.executions.early_failures:
+                # Reports of executions that have ended stay until the next execution.
+                if doorbell.read > read or (self.executions.early_failures and self.executions.pending):
                     continue
                 doorbell.read = doorbell.consumed  # it was `notify`
             # At most a second: a safety net in case a wake-up is missed.
@@ -288,6 +289,12 @@ class Collector:
             completed = True
         return completed
 
+    def expire(self, result: GraphResult, deadline: Deadline) -> None:
+        """Let an execution fail at a deadline. From any thread."""
+        self.expiring[result] = deadline
+        if self._section.locked:  # the leader may sleep until a later time, which it has chosen before
+            post(self.doorbell.address)
+
     def _expire(self) -> None:
         """Let executions fail whose own deadline has passed."""
         for result, deadline in tuple(self.expiring.items()):
@@ -305,14 +312,14 @@ class Collector:
 
     def cancel(self, result: GraphResult) -> bool:
         """Let an execution fail, and its calls that have not begun be skipped. See `GraphResult.cancel`."""
-        if result._done:
+        if result.done():
             return False
         self._deadlines.cancel(result.number)
         error = GraphCancelledError(f"execution {result.number} was cancelled", execution=result.number)
         self.executions.early_failures.append((result.number, error_message(error, "cancel").body))
         self.notify()
         self.look()
-        return True
+        return not result._done or isinstance(result._error, GraphCancelledError)
 
     def _take_fetched(self, edge: CollectedEdge) -> bool:
         """Take over the tensors of a message if they have arrived. Return True if that completed a result."""
