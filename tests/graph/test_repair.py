@@ -135,7 +135,9 @@ def test_repair_fails_what_needs_the_actor_and_continues(workers: list[Any]) -> 
         for result in pending:
             fails(result, workers[1])
         assert [g.execute(1).get() for _ in range(5)] == [1] * 5
-        assert g.stats()["executions"] == {"submitted": 12, "completed": 12}
+        stats = g.stats()
+        assert stats["executions"] == {"submitted": 12, "completed": 12}
+        assert [edge["count"] for edge in stats["edges"].values()] == [12, 5, 10, 12]  # of processes that live
         # The others are the same processes as before.
         assert [answer_of(workers[i], "count") for i in (0, 2)] == [12, 10]
 
@@ -425,9 +427,7 @@ def test_repair_lets_no_order_into_a_new_channel(workers: list[Any], monkeypatch
         assert sent_by(g, 2) == 1
 
 
-def test_repair_after_a_death_before_it_is_ready(
-    workers: list[Any], monkeypatch: pytest.MonkeyPatch, eventually: Eventually
-) -> None:
+def test_repair_of_an_early_death(workers: list[Any], monkeypatch: pytest.MonkeyPatch, eventually: Eventually) -> None:
     create = Repairer.__init__
 
     def kill_and_create(self: Repairer, owner: Any, connections: Any, *rest: Any) -> None:

@@ -50,7 +50,7 @@ CHECK_S = 1.0
 class CollectedEdge:
     """One edge into the driver."""
 
-    __slots__ = ("bytes", "closed", "fetched", "fetching", "read", "reader", "value", "writer")
+    __slots__ = ("bytes", "closed", "fetched", "fetching", "lost", "read", "reader", "value", "writer")
 
     def __init__(self, reader: RingReader, edge: Edge, fetched: Fetched | None) -> None:
         self.reader = reader
@@ -58,6 +58,8 @@ class CollectedEdge:
         """Member that computes the value; a relay may pass it on."""
         self.closed = False
         """True while the writer is dead: a message that has not arrived counts as lost."""
+        self.lost = 0
+        """Number of messages that were lost."""
         self.fetched = fetched
         """Set if tensors are fetched by a transport of the edge's own."""
         self.fetching: tuple[GraphResult, Fetch] | None = None
@@ -244,6 +246,7 @@ class Collector:
                             if not closed:
                                 break
                             edge.reader.sequence += 1
+                            edge.lost += 1
                             failure: BaseException | None = self._control.died(edge.writer)
                         else:
                             failure = None if type(message) is int else self._read(edge, result, *message)
@@ -522,6 +525,6 @@ class Collector:
     def counters(self) -> dict[int, tuple[int, int]]:
         """Return (messages, bytes) read so far, for each edge into the driver."""
         return {
-            edge: (collected.reader.sequence, collected.reader.read_bytes + collected.bytes)
+            edge: (collected.reader.sequence - collected.lost, collected.reader.read_bytes + collected.bytes)
             for edge, collected in zip(self._connections.readers, self.edges, strict=True)
         }
