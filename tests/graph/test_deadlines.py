@@ -12,9 +12,12 @@ import pytest
 import ray
 
 import raylane
+from raylane.core.deadline import Deadline
 from raylane.core.memory.segment import Segment
+from raylane.core.signals import semaphore
 from raylane.errors import GraphCancelledError, GraphPlanError, GraphTimeoutError
 from raylane.graph.channels.deadlines import ExecutionDeadlines
+from raylane.graph.driver import collect
 
 Compile = Callable[..., Any]
 Eventually = Callable[..., None]
@@ -61,6 +64,8 @@ def test_deadlines_refuse_only_their_own_execution() -> None:
     error = deadlines.refusal(1, "A.f")
     assert isinstance(error, GraphCancelledError)
     assert error.fields == {"execution": 1}
+    deadlines.set(1, 1e300)
+    assert deadlines.refusal(1, "A.f") is None
     deadlines.clear(3)
     assert deadlines.refusal(1, "A.f") is None
     deadlines.set(1 << 20, 0.0)
@@ -111,6 +116,14 @@ def test_cancel_skips_calls_that_have_not_begun(held: list[Any], graph: Compile,
     assert following.get() == 1
     assert count(held[1]) == 2
     assert [g.execute(1).get() for _ in range(4)] == [1] * 4
+
+
+def test_cancel_returns_false_if_the_value_has_arrived(held: list[Any], graph: Compile, eventually: Eventually) -> None:
+    g = chain(graph, held)
+    result = g.execute(1)
+    eventually(lambda: all(call["count"] for call in g.stats()["calls"].values()), within_s=60)  # sent, and not read
+    assert not result.cancel()
+    assert result.get() == 1
 
 
 def test_cancel_wakes_a_thread_that_waits(held: list[Any], graph: Compile) -> None:
@@ -175,6 +188,39 @@ def test_expired_executions_leave_no_deadline_behind(held: list[Any], graph: Com
     assert len(done) == 1
     assert not pending
     assert not g._collector.expiring
+
+
+def test_deadline_wakes_the_thread_that_reads(
+    held: list[Any], graph: Compile, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    g = chain(graph, held, max_inflight=2)
+    reader = threading.Thread(target=g.execute(0).get)
+    reader.start()
+    eventually(lambda: g._collector._section.locked)  # until the first execution is done
+    posts: list[int] = []
+    monkeypatch.setattr(collect, "post", lambda address: (posts.append(address), semaphore.post(address)))
+    result = g.execute(1, timeout_s=0.05)
+    assert posts == [g._collector.doorbell.address]
+    with pytest.raises(GraphTimeoutError, match=r"its timeout_s of 0\.05 s"):
+        result.get()
+    ray.get(held[0].release.remote())
+    reader.join(60)
+
+
+def test_execute_accepts_a_deadline_in_the_far_future(held: list[Any], graph: Compile) -> None:
+    g = chain(graph, held)
+    assert [g.execute(1, timeout_s=timeout_s).get() for timeout_s in (1e9, 1e12)] == [1, 1]
+
+
+def test_late_report_lets_no_thread_spin(held: list[Any], graph: Compile) -> None:
+    g = chain(graph, held)
+    assert g.execute(1).get() == 1
+    g._executions.early_failures.append((0, b""))  # of an execution that has ended
+    g._collector.notify()
+    checks: list[None] = []
+    assert not g._collector.collect_until(lambda: checks.append(None), Deadline(0.2))
+    assert len(checks) < 10
+    assert g.execute(1).get() == 1
 
 
 def test_compile_refuses_an_input_called_timeout_s(workers: list[Any], graph: Compile) -> None:

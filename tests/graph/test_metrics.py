@@ -57,17 +57,28 @@ def test_counters_of_stats_sum_the_calls_of_an_actor() -> None:
 def test_publisher_adds_only_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded = Recorded(monkeypatch)
     publisher = Publisher()
-    publisher.publish("train", STATS)
+    publisher.publish("train", STATS, {})
     first = dict(recorded.sums)
     assert first["executions_submitted", ""] == 7
-    publisher.publish("train", STATS)
+    publisher.publish("train", STATS, {})
     assert recorded.sums == first
     # An actor that does not answer has no calls, and its edges show fewer messages.
     silent = STATS | {"calls": {}, "edges": {"input -> W#1": {"count": 0, "bytes": 0}}}
-    publisher.publish("train", silent)
+    publisher.publish("train", silent, {})
     assert recorded.sums == first
-    publisher.publish("train", STATS | {"edges": {"input -> W#1": {"count": 9, "bytes": 90}}})
+    publisher.publish("train", STATS | {"edges": {"input -> W#1": {"count": 9, "bytes": 90}}}, {})
     assert recorded.sums == first | {("edge_messages", "input -> W#1"): 9, ("edge_bytes", "input -> W#1"): 90}
+
+
+def test_publisher_adds_all_counts_of_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = Recorded(monkeypatch)
+    publisher = Publisher()
+    for pid in (1, 1, 2):
+        publisher.publish("train", STATS, {"W#1": pid, "input -> W#1": pid})
+    assert recorded.sums["edge_messages", "input -> W#1"] == 14
+    assert recorded.sums["computing_seconds", "W#1"] == 8.0
+    assert recorded.sums["computing_seconds", "W#2"] == 2.0
+    assert recorded.sums["executions_completed", ""] == 6
 
 
 @pytest.mark.claim("graphs", "counters are always on, also as Ray metrics, and in words where the time went")

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ import raylane
 from raylane import MultiOutputNode, bind
 from raylane.errors import GraphActorDiedError, GraphClosedError, GraphFullError, GraphPlanError, GraphTimeoutError
 from raylane.graph import allreduce
+from raylane.graph.driver.repair import Repairer
 from raylane.graph.driver.repair_states import RepairState
 from raylane.testing.leaks import descriptors
 
@@ -133,7 +135,9 @@ def test_repair_fails_what_needs_the_actor_and_continues(workers: list[Any]) -> 
         for result in pending:
             fails(result, workers[1])
         assert [g.execute(1).get() for _ in range(5)] == [1] * 5
-        assert g.stats()["executions"] == {"submitted": 12, "completed": 12}
+        stats = g.stats()
+        assert stats["executions"] == {"submitted": 12, "completed": 12}
+        assert [edge["count"] for edge in stats["edges"].values()] == [12, 5, 10, 12]  # of processes that live
         # The others are the same processes as before.
         assert [answer_of(workers[i], "count") for i in (0, 2)] == [12, 10]
 
@@ -388,6 +392,54 @@ def test_repair_halts_after_an_exit_of_the_actor(victims: Victims, workers: list
             value_of(g, 0)
 
 
+class Leaver(Worker):
+    def exit_unless(self, x: Any) -> Any:
+        return x if x == 1 else self.exit(x)
+
+
+def test_repair_after_an_exit_with_others_in_flight(victims: Victims, workers: list[Any]) -> None:
+    old, new = (victims.take(Leaver) for _ in range(2))
+    with chain([old, workers[0]], "exit_unless", "echo", max_inflight=3) as g:
+        exited, *others = [g.execute(i) for i in (0, 1, 1)]
+        with pytest.raises(raylane.errors.GraphError, match="exited its actor"):
+            exited.get()
+        for result in others:  # at once, although the process lives some seconds longer
+            fails(result, old)
+        g.replace(old, new)
+        assert [g.execute(1).get() for _ in range(5)] == [1] * 5
+        assert sent_by(g, 1) == 5
+
+
+def test_repair_lets_no_order_into_a_new_channel(workers: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    with chain(workers, "echo", "echo") as g:
+        control = g._connections.control
+        replace = control.replace
+
+        def ask_and_replace(member: int, *channel: Any) -> None:
+            with pytest.raises(GraphActorDiedError):
+                control.ask(member, "stats", timeout_s=1)
+            replace(member, *channel)
+
+        monkeypatch.setattr(control, "replace", ask_and_replace)
+        kill(workers[1])
+        assert value_of(g, 1) == 1
+        assert isinstance(control.ask(2, "trace"), list)
+        assert sent_by(g, 2) == 1
+
+
+def test_repair_of_an_early_death(workers: list[Any], monkeypatch: pytest.MonkeyPatch, eventually: Eventually) -> None:
+    create = Repairer.__init__
+
+    def kill_and_create(self: Repairer, owner: Any, connections: Any, *rest: Any) -> None:
+        kill(workers[1])
+        eventually(lambda: connections.control.dead, within_s=60)
+        create(self, owner, connections, *rest)
+
+    monkeypatch.setattr(Repairer, "__init__", kill_and_create)
+    with chain(workers, "echo", "echo") as g:
+        assert value_of(g, 1) == 1
+
+
 def test_execute_times_out_while_the_graph_is_repaired(workers: list[Any], eventually: Eventually) -> None:
     with chain(workers, "wait_unless", "echo", timeout=3) as g:
         result = g.execute(0)
@@ -504,6 +556,34 @@ def test_replace_does_not_wait_for_ray_to_restart_the_actor(workers: list[Any], 
         assert repr(g) == "CompiledGraph(2 calls on 2 actors, 0 under way, repair: awaiting)"
         g.replace(workers[1], workers[2])
         assert g.execute(1).get() == 1
+
+
+def wait_for_file(_: Worker, path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.01)
+
+
+def test_replace_refuses_an_actor_that_joins(
+    workers: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, eventually: Eventually
+) -> None:
+    with chain(workers, "echo", "echo") as g:
+        setup, gate = g._repairer._setup, tmp_path / "gate"
+        reopen, calls = setup.reopen_own_ends, []
+
+        def reopen_and_call(members: Any) -> None:
+            reopen(members)
+            if not calls:  # the new process joins after this call
+                calls.append(workers[0].__ray_call__.remote(wait_for_file, gate))
+
+        monkeypatch.setattr(setup, "reopen_own_ends", reopen_and_call)
+        kill(workers[0])
+        eventually(lambda: calls, within_s=60)
+        kill(workers[1])
+        until(g, RepairState.SETTLING, eventually)
+        with pytest.raises(raylane.errors.GraphError, match="Worker#1 runs, or Ray has restarted it"):
+            g.replace(workers[0], workers[2])
+        gate.touch()
+        assert [value_of(g, i) for i in range(5)] == list(range(5))
 
 
 def test_replace_after_teardown_raises_that_the_graph_has_ended(workers: list[Any]) -> None:

@@ -21,6 +21,8 @@ WORD_BYTES = 8
 _TAG_BITS = 16
 _CANCELLED = 0
 """Deadline of a cancelled execution."""
+_LATEST = (1 << (64 - _TAG_BITS)) - 2
+"""Latest deadline that a word can hold: 8.9 years after the start of the clock."""
 
 
 class ExecutionDeadlines:
@@ -41,7 +43,7 @@ class ExecutionDeadlines:
 
     def set(self, execution: int, at_s: float) -> None:
         """Set the deadline of an execution before its inputs are sent, as a time of time.monotonic()."""
-        self._write(execution, max(1, int(at_s * 1e6)))
+        self._write(execution, max(1, min(int(at_s * 1e6), _LATEST)))
 
     def clear(self, execution: int) -> None:
         """Remove what an earlier execution has left in the slot of one that has no deadline."""

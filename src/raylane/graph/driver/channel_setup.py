@@ -7,6 +7,7 @@ talks to the actors.
 
 from __future__ import annotations
 
+import functools
 import uuid
 from collections.abc import Collection, Hashable, Mapping
 from typing import Any
@@ -24,9 +25,10 @@ from raylane.graph.channels.deadlines import ExecutionDeadlines
 from raylane.graph.channels.ends import ChannelEnds
 from raylane.graph.channels.layout import GraphLayout, GraphOptions
 from raylane.graph.channels.lease import LeasePool
+from raylane.graph.channels.peer_link import Writer
 from raylane.graph.channels.peer_network import NetworkEvents, PeerNetwork
 from raylane.graph.channels.published import check_available
-from raylane.graph.channels.ring import RingSpec, RingWriter
+from raylane.graph.channels.ring import RingReader, RingSpec, RingWriter
 from raylane.graph.driver.connections import Connections
 from raylane.graph.plan import routing
 from raylane.graph.plan.ir import DRIVER
@@ -229,10 +231,7 @@ class ChannelSetup:
 
         GraphPlanError if a new process has ended too.
         """
-        connections = self._connections
-        pool = connections.pool
-        assert pool is not None
-        layout = self._layout(DRIVER)
+        connections, layout = self._connections, self._layout(DRIVER)
         ends = ChannelEnds(layout, self._made)
         doorbells = {member: ends.doorbell(member) for member in members}
         for (writer, _), edge in zip(connections.inputs, self._plan.edges_from(DRIVER), strict=True):
@@ -241,16 +240,25 @@ class ChannelSetup:
                     assert isinstance(writer, RingWriter)
                     writer.replace_reader(index, doorbells[reader])
         for member in members:
-            orders, reports = connections.routes.orders[member - 1], connections.routes.reports[member - 1]
-            for route in (orders, *(route for route in connections.routes.all if route.writer == member)):
-                self._empty_ring(route)
             connections.control.replace(
                 member,
                 connections.infos[member - 1].name,
                 _ray.actor_id_of(connections.actors[member - 1]),
-                ends.writer(orders.channel, pool),
-                ends.reader(reports.channel, connections.leases, connections.doorbell),
+                functools.partial(self._reopen_control, member, ends),
             )
+
+    def _reopen_control(self, member: int, ends: ChannelEnds) -> tuple[Writer, RingReader]:
+        """Empty the rings of orders to a member and those that it has written. Return the ends of its control channel.
+
+        Together: an order that was sent in between would remain in the ring, and shift all later answers.
+        """
+        connections, routes, pool = self._connections, self._connections.routes, self._connections.pool
+        assert pool is not None
+        orders, reports = routes.orders[member - 1], routes.reports[member - 1]
+        for route in (orders, *(route for route in routes.all if route.writer == member)):
+            self._empty_ring(route)
+        reader = ends.reader(reports.channel, connections.leases, connections.doorbell)
+        return ends.writer(orders.channel, pool), reader
 
     def _empty_ring(self, route: Route) -> None:
         """Drop the unread messages of a ring that a dead process has written or read alone.

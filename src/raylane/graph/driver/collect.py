@@ -50,7 +50,7 @@ CHECK_S = 1.0
 class CollectedEdge:
     """One edge into the driver."""
 
-    __slots__ = ("bytes", "closed", "fetched", "fetching", "read", "reader", "value", "writer")
+    __slots__ = ("bytes", "closed", "fetched", "fetching", "lost", "read", "reader", "value", "writer")
 
     def __init__(self, reader: RingReader, edge: Edge, fetched: Fetched | None) -> None:
         self.reader = reader
@@ -58,6 +58,8 @@ class CollectedEdge:
         """Member that computes the value; a relay may pass it on."""
         self.closed = False
         """True while the writer is dead: a message that has not arrived counts as lost."""
+        self.lost = 0
+        """Number of messages that were lost."""
         self.fetched = fetched
         """Set if tensors are fetched by a transport of the edge's own."""
         self.fetching: tuple[GraphResult, Fetch] | None = None
@@ -167,7 +169,8 @@ class Collector:
             if doorbell.consumed > doorbell.read:  # a post that belongs to no message of an edge: a report, or `notify`
                 read = doorbell.read
                 self._poll_reports()
-                if doorbell.read > read or self.executions.early_failures:
+                # Reports of executions that have ended stay until the next execution.
+                if doorbell.read > read or (self.executions.early_failures and self.executions.pending):
                     continue
                 doorbell.read = doorbell.consumed  # it was `notify`
             # At most a second: a safety net in case a wake-up is missed.
@@ -243,6 +246,7 @@ class Collector:
                             if not closed:
                                 break
                             edge.reader.sequence += 1
+                            edge.lost += 1
                             failure: BaseException | None = self._control.died(edge.writer)
                         else:
                             failure = None if type(message) is int else self._read(edge, result, *message)
@@ -288,6 +292,12 @@ class Collector:
             completed = True
         return completed
 
+    def expire(self, result: GraphResult, deadline: Deadline) -> None:
+        """Let an execution fail at a deadline. From any thread."""
+        self.expiring[result] = deadline
+        if self._section.locked:  # the leader may sleep until a later time, which it has chosen before
+            post(self.doorbell.address)
+
     def _expire(self) -> None:
         """Let executions fail whose own deadline has passed."""
         for result, deadline in tuple(self.expiring.items()):
@@ -305,14 +315,14 @@ class Collector:
 
     def cancel(self, result: GraphResult) -> bool:
         """Let an execution fail, and its calls that have not begun be skipped. See `GraphResult.cancel`."""
-        if result._done:
+        if result.done():
             return False
         self._deadlines.cancel(result.number)
         error = GraphCancelledError(f"execution {result.number} was cancelled", execution=result.number)
         self.executions.early_failures.append((result.number, error_message(error, "cancel").body))
         self.notify()
         self.look()
-        return True
+        return not result._done or isinstance(result._error, GraphCancelledError)
 
     def _take_fetched(self, edge: CollectedEdge) -> bool:
         """Take over the tensors of a message if they have arrived. Return True if that completed a result."""
@@ -515,6 +525,6 @@ class Collector:
     def counters(self) -> dict[int, tuple[int, int]]:
         """Return (messages, bytes) read so far, for each edge into the driver."""
         return {
-            edge: (collected.reader.sequence, collected.reader.read_bytes + collected.bytes)
+            edge: (collected.reader.sequence - collected.lost, collected.reader.read_bytes + collected.bytes)
             for edge, collected in zip(self._connections.readers, self.edges, strict=True)
         }

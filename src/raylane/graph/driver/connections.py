@@ -47,6 +47,7 @@ class Connections:
         with_gpus = {i: info.place for i, info in enumerate(infos, 1) if info.sees_gpu}
         # A channel that publishes tensors cannot be opened anew.
         self.plan = plan if repairs else routing.publishing_cuda(plan, with_gpus)
+        self.repairs = repairs
         self.actors = list(actors)
         """Handles: a graph keeps its actors alive."""
         self.infos = list(infos)
@@ -150,6 +151,8 @@ class Connections:
     def ended(self, member: int) -> None:
         """End the graph, or begin its repair, because a member's process has ended. From any thread."""
         self.control.dead.add(member)
+        if self.repairs and self.on_death is None:  # the repairer, which is created next, begins with the dead members
+            return
         if self.on_death is None or not self.on_death(member, self.infos[member - 1].place):
             self._on_end(self.control.died(member))
 
@@ -170,6 +173,8 @@ class Connections:
         trouble = self.control.poll()
         if trouble is not None:
             return trouble
+        if member in self.control.dead:  # it may have reported its exit, which takes Ray seconds
+            return self.control.died(member)
         mine, place = here(), self.infos[member - 1].place
         deadline = Deadline(EXIT_S)
         while member and place.same_host(mine) and place.pid_namespace == mine.pid_namespace and alive(place):

@@ -14,7 +14,7 @@ import contextlib
 import logging
 import pickle
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from raylane.core.deadline import Deadline
@@ -83,11 +83,14 @@ class ControlChannels:
         self.dead: set[int] = set()
         """Members whose process has ended."""
 
-    def replace(self, member: int, name: str, actor_id: str, writer: Writer, reader: RingReader) -> None:
-        """Use a new control channel, that of the process which takes the place of a member's dead one."""
+    def replace(self, member: int, name: str, actor_id: str, reopen: Callable[[], tuple[Writer, RingReader]]) -> None:
+        """Use the control channel that `reopen` returns, to the process which takes the place of a member's dead one.
+
+        No order is sent and no report is read while `reopen` runs.
+        """
         with self._asking, self._reading:
             self._names[member - 1], self._actor_ids[member - 1] = name, actor_id
-            self._channels[member - 1] = _ControlChannel(writer, reader)
+            self._channels[member - 1] = _ControlChannel(*reopen())
             self.dead.discard(member)
 
     def add(self, writer: Writer, reader: RingReader) -> None:
@@ -100,15 +103,14 @@ class ControlChannels:
         GraphTimeoutError if the actor is busy, GraphActorDiedError if it has died, GraphClosedError after teardown.
         """
         deadline = Deadline(timeout_s)
-        with self._asking:
+        with self._lock_orders(deadline):
             if self._lifecycle.state in (State.CLOSED, State.FORKED):
                 raise GraphClosedError("the graph was torn down, and its actors have left it")
-            channel = self._channels[member - 1]
             # From now on `poll` leaves this channel to this thread, which would else find its answer only after POLL_S.
             self._asked = (member,)
             try:
                 self._wait_for_room(member, deadline)
-                self._send(channel, order)
+                self._send(member, order)
                 return self._last_answer(member, deadline)
             finally:
                 self._asked = ()
@@ -118,26 +120,30 @@ class ControlChannels:
 
         Does nothing if the member is dead.
         """
-        with self._asking, contextlib.suppress(GraphError):
+        with contextlib.suppress(GraphError), self._lock_orders(Deadline(None), cancelled):
             self._wait_for_room(member, Deadline(None), cancelled)
-            self._send(self._channels[member - 1], order)
+            self._send(member, order)
+
+    def has_room(self, member: int) -> bool:
+        """Return True if `tell` would not wait for answers of the member."""
+        channel = self._channels[member - 1]
+        return channel.orders - channel.answers < CONTROL_SLOTS - RESERVED_SLOTS
 
     def ask_each(self, orders: Mapping[int, Any], cancelled: Callable[[], bool]) -> dict[int, Any] | None:
         """Send each of these members its order, and wait for all answers without a limit, until `cancelled()`.
 
         Return the answers by member; None if the wait was cancelled, or a member has died.
         """
-        with self._asking:
+        with contextlib.suppress(GraphError), self._lock_orders(Deadline(None), cancelled):
             self._asked = orders.keys()
             try:
                 for member, order in orders.items():
                     self._wait_for_room(member, Deadline(None), cancelled)
-                    self._send(self._channels[member - 1], order)
+                    self._send(member, order)
                 return {member: self._last_answer(member, Deadline(None), cancelled) for member in orders}
-            except GraphError:
-                return None
             finally:
                 self._asked = ()
+        return None
 
     def ask_all(self, order: str, members: Collection[int] | None = None) -> tuple[dict[int, Any], list[str]]:
         """Send an order to these members, or to all. Return (member to answer, names of those that were too late)."""
@@ -151,10 +157,26 @@ class ControlChannels:
                 silent.append(name)
         return answers, silent
 
+    @contextlib.contextmanager
+    def _lock_orders(self, deadline: Deadline, cancelled: Callable[[], bool] = _never) -> Iterator[None]:
+        """Hold `_asking`. The wait ends like one for an answer: a repair holds the lock while a neighbour is busy."""
+        asking = self._asking  # a forked child gets another one
+        while not asking.acquire(timeout=POLL_S):
+            if cancelled():
+                raise GraphClosedError("the wait for another order was cancelled")
+            if deadline.left_s() == 0:
+                raise GraphTimeoutError(
+                    f"an actor of the graph did not answer an earlier order within {deadline.timeout_s} s: it is "
+                    "running a method"
+                )
+        try:
+            yield
+        finally:
+            asking.release()
+
     def _wait_for_room(self, member: int, deadline: Deadline, cancelled: Callable[[], bool] = _never) -> None:
         """Wait until the orders ring has room: orders whose answer was not waited for take slots too."""
-        channel = self._channels[member - 1]
-        while channel.orders - channel.answers >= CONTROL_SLOTS - RESERVED_SLOTS:
+        while not self.has_room(member):
             self._next_answer(member, deadline, cancelled)
 
     def _last_answer(self, member: int, deadline: Deadline, cancelled: Callable[[], bool] = _never) -> Any:
@@ -165,7 +187,11 @@ class ControlChannels:
             if channel.answers == channel.orders:
                 return answer
 
-    def _send(self, channel: _ControlChannel, order: Any) -> None:
+    def _send(self, member: int, order: Any) -> None:
+        """Send an order. GraphActorDiedError if the member is dead: its orders ring is emptied for the new process."""
+        if member in self.dead:
+            raise self.died(member)
+        channel = self._channels[member - 1]
         channel.writer.write(channel.orders, messages.Message(messages.VALUE, pickle.dumps((order,), 5)))
         channel.orders += 1
 
@@ -204,6 +230,8 @@ class ControlChannels:
         name, answer = messages.decode(received.kind, received.body, received.buffers)
         if name == TROUBLE:
             self._trouble = self._trouble or GraphClosedError(answer)
+        elif name == EXITED and member in self.dead:  # it was noticed before; `infos` may have the new process
+            return
         elif name == EXITED and self.on_exit is not None:
             self.on_exit(member)
         elif name == EXITED:
@@ -252,7 +280,7 @@ class ControlChannels:
         with self._asking:
             for member in living:
                 with contextlib.suppress(GraphError):  # no connection: the actor notices the driver's end by itself
-                    self._send(self._channels[member - 1], "close")
+                    self._send(member, "close")
             for member in living if timeout_s else ():
                 channel = self._channels[member - 1]
                 try:

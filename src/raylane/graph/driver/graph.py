@@ -186,7 +186,13 @@ class CompiledGraph:
         `_edge_bytes` with the tag `edge`. Call this from time to time, for example once in a hundred steps: each call
         adds what is new since the last one, and executions cost nothing more. Asks every actor, like `stats`.
         """
-        self._publisher.publish(name, self._counters()[0])
+        counters = self._counters()[0]
+        pids = {member: info.place.pid for member, info in enumerate(self._connections.infos, 1)}
+        processes = {self.plan.members[member]: pid for member, pid in pids.items()}
+        # Of several readers of an edge the highest counter is taken, which restarts with none of them.
+        alone = {edge.index: edge.readers[0] for edge in self.plan.edges if len(edge.readers) == 1}
+        processes |= {stats.edge_label(self.plan, edge): pids.get(reader, 0) for edge, reader in alone.items()}
+        self._publisher.publish(name, counters, processes)
 
     def _counters(self) -> tuple[dict[str, Any], dict[int, Any]]:
         """Return the counters of `stats`, without words, and the answers of the actors by member."""

@@ -72,15 +72,19 @@ class Publisher:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards _published
-        self._published: dict[CounterKey, float] = {}
-        """Value of each counter that was published."""
+        self._published: dict[tuple[CounterKey, int], float] = {}
+        """Value that was published, by counter and the process that counts."""
 
-    def publish(self, graph: str, stats: Mapping[str, Any]) -> None:
-        """Add to Ray's counters what `stats` has more than at the last publication. `graph` is the tag of all."""
+    def publish(self, graph: str, stats: Mapping[str, Any], processes: Mapping[str, int]) -> None:
+        """Add to Ray's counters what `stats` has more than at the last publication. `graph` is the tag of all.
+
+        `processes` has the process that counts, by actor and edge: a new one has begun with 0.
+        """
         with self._lock:
             for key, value in counters_of(stats).items():
-                new = value - self._published.get(key, 0)
+                counted = key, processes.get(key.value, 0)
+                new = value - self._published.get(counted, 0)
                 # Less than before if an actor did not answer: the next publication has its counters again.
                 if new > 0:
                     ray_counter(key.counter, key.tag).inc(new, {"graph": graph, **key.tags})
-                    self._published[key] = value
+                    self._published[counted] = value

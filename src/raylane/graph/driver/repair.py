@@ -19,7 +19,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import ray
@@ -75,6 +75,8 @@ class Repairer:
         self._thread: threading.Thread | None = None
         self._members = {_ray.actor_id_of(actor): member for member, actor in enumerate(connections.actors, 1)}
         """Member in whose place an actor is, or was until it died, by actor id."""
+        self._joining: set[int] = set()
+        """Members whose channels are being opened: no other actor can take their place. Guarded by `_changed`."""
         self._new_processes: dict[int, ActorInfo] = {}
         """Processes that take the place of dead ones. For the thread only."""
         self._steps: dict[RepairState, Callable[[int, dict[int, int]], None]] = {
@@ -120,9 +122,9 @@ class Repairer:
             )
         with self._changed:
             # The user may know of the death before this process does.
-            self._changed.wait_for(lambda: member in self._plan.dead or not self._is_running(), EXIT_S)
+            self._changed.wait_for(lambda: self._is_replaceable(member) or not self._is_running(), EXIT_S)
             self._raise_if_ended()
-            if member not in self._plan.dead or self._plan.state is RepairState.OPENING:
+            if not self._is_replaceable(member):
                 raise GraphError(f"replace: {name} runs, or Ray has restarted it. Only a dead actor can be replaced")
             self._connections.actors[member - 1] = new_actor
             self._members[new_id] = member
@@ -139,6 +141,10 @@ class Repairer:
         # The reason may be another dead actor, which the next call replaces.
         if reason is not None and reason.fields.get("actor", new_id) == new_id:
             raise type(reason)(reason.message, **reason.fields)
+
+    def _is_replaceable(self, member: int) -> bool:
+        opens = self._plan.state is RepairState.OPENING or member in self._joining
+        return member in self._plan.dead and not opens
 
     def _member_of(self, actor_id: str) -> int:
         try:
@@ -210,8 +216,17 @@ class Repairer:
                 self._changed.notify_all()
                 return False
             step, began, dead = self._steps[self._plan.state], self._plan.round, dict(self._plan.dead)
+            # Until the step has ended, even if a death overtakes it: the new processes may join the rings.
+            self._joining.update(dead if self._plan.state is RepairState.OPENING else ())
         step(began, dead)
+        self._set_joined(dead)
         return True
+
+    def _set_joined(self, members: Iterable[int]) -> None:
+        """Note that no process of these members joins any more, so that other actors can take their place."""
+        with self._changed:
+            self._joining.difference_update(members)
+            self._changed.notify_all()
 
     def _is_abandoned(self) -> bool:
         """Return True if nobody needs the graph any more, or if it has ended."""
@@ -249,7 +264,11 @@ class Repairer:
                 return
             time.sleep(POLL_S)
         execution = self._executions.submitted
-        for neighbour, members in self._by_neighbour(dead).items():
+        by_neighbour = self._by_neighbour(dead)
+        # Those that can be told at once first: another one may be busy for long.
+        for neighbour, members in sorted(
+            by_neighbour.items(), key=lambda each: not connections.control.has_room(each[0])
+        ):
             connections.control.tell(neighbour, MembersDied(members, execution), lambda: self._overtaken(began))
         pending = self._executions.pending
         while pending and not self._overtaken(began):
@@ -372,6 +391,7 @@ class Repairer:
         try:
             answer_of(name, actor, ref, Deadline(None))
         except GraphError as error:
+            self._set_joined([member])
             self._connections.control.dead.add(member)
             self._halt_unless_dead(began, dead, error)
         else:

@@ -139,8 +139,12 @@ class Submitter:
         timeout_s: float | None,
         prepared: Prepared | None,
         deadline: Deadline | None,
+        admission: Deadline | None = None,
     ) -> GraphResult:
-        """Encode the inputs, unless they are, wait for capacity, and send them."""
+        """Encode the inputs, unless they are, wait for capacity, and send them.
+
+        `admission` is the end of the wait for capacity, if `timeout_s` has begun before.
+        """
         if prepared is None:
             # Before the wait for capacity: an error in an input is raised at once.
             arguments, values = self._arguments.values(args, kwargs), self._empty.copy()
@@ -154,17 +158,19 @@ class Submitter:
             inputs, values = prepared
         executions, collector = self._executions, self._collector
         if timeout_s == 0 or executions.submitted - executions.completed >= self._limit:
-            self._wait_for_capacity(inputs, values, timeout_s)
+            self._wait_for_capacity(inputs, values, timeout_s, admission)
         number = executions.submitted
         # Outside of asyncio no message needs to wake a loop, and the actors save a system call.
         wakes = collector.bridge.active and asyncio._get_running_loop() is not None
         flags = WAKE if wakes else 0
         result = GraphResult(collector, number, collector.edge_count, values, wakes)
-        if self._deadlines.used or deadline is not None:
-            self._set_deadline(result, deadline)
         try:
+            if self._deadlines.used or deadline is not None:
+                self._set_deadline(number, deadline)
             executions.pending.append(result)  # before the first message: its answer may come at once
             executions.submitted = number + 1
+            if deadline is not None and deadline.at < math.inf:
+                collector.expire(result, deadline)
             for writer, message, value in inputs:
                 try:
                     writer.write(number, message, flags)
@@ -180,17 +186,18 @@ class Submitter:
             raise
         return result
 
-    def _set_deadline(self, result: GraphResult, deadline: Deadline | None) -> None:
+    def _set_deadline(self, number: int, deadline: Deadline | None) -> None:
         """Show the actors the deadline of an execution, or that it has none."""
         if deadline is None or deadline.at == math.inf:
-            self._deadlines.clear(result.number)
+            self._deadlines.clear(number)
         else:
-            self._deadlines.set(result.number, deadline.at)
-            self._collector.expiring[result] = deadline
+            self._deadlines.set(number, deadline.at)
 
-    def _wait_for_capacity(self, inputs: list[InputMessage], values: list[Any], timeout_s: float | None) -> None:
+    def _wait_for_capacity(
+        self, inputs: list[InputMessage], values: list[Any], timeout_s: float | None, admission: Deadline | None
+    ) -> None:
         try:
-            deadline = Deadline(timeout_s)
+            deadline = admission or Deadline(timeout_s)
             # Again after each wait: the graph may have been paused since the thread has seen that it may go on.
             while not self._has_capacity():
                 self._raise_if_halted()
@@ -279,7 +286,10 @@ class Submitter:
         if timeout_s == 0:
             raise SubmitBusy("another thread is submitting an execution: try again, or call execute, which waits")
         wait_s = math.inf if timeout_s is None else timeout_s
-        result: GraphResult = self._section.run(wait_s, self._submit, args, kwargs, timeout_s, prepared, deadline)
+        admission = Deadline(timeout_s)  # before the wait for the other thread, which is a part of it
+        result: GraphResult = self._section.run(
+            wait_s, self._submit, args, kwargs, timeout_s, prepared, deadline, admission
+        )
         if result is BUSY:
             raise self.timeout_error(timeout_s)
         return result

@@ -49,7 +49,7 @@ _UNLOCKED = contextlib.nullcontext()
 class InboundEdge:
     """One edge into this actor."""
 
-    __slots__ = ("bytes", "edge", "fatal", "label", "lost_before", "read", "reader", "value", "writer")
+    __slots__ = ("bytes", "edge", "fatal", "label", "lost_before", "read", "reader", "skipped", "value", "writer")
 
     def __init__(self, edge: Edge, reader: RingReader, label: str, fatal: bool) -> None:
         self.edge = edge.index
@@ -58,6 +58,8 @@ class InboundEdge:
         self.lost_before = 0
         """Number of an execution: of earlier ones, messages that have not arrived are lost, because the writer died."""
         self.reader = reader
+        self.skipped = reader.sequence
+        """Number of messages that were not read here: lost ones, and those of executions before this process."""
         self.read = reader.read
         self.value = edge.value
         """Index of the value that the edge carries."""
@@ -261,6 +263,7 @@ class Executor:
                     if self.execution >= inbound.lost_before:
                         return False
                     inbound.reader.sequence += 1
+                    inbound.skipped += 1
                     self.values[inbound.value] = self._lost(inbound, inbound.writer)
                 elif type(message) is int:
                     self.flags |= message
@@ -513,7 +516,10 @@ class Executor:
             for task, (count, wait, compute, send) in totals.items()
         }
         edges = {
-            edge: {"count": inbound.reader.sequence, "bytes": inbound.reader.read_bytes + inbound.bytes}
+            edge: {
+                "count": inbound.reader.sequence - inbound.skipped,
+                "bytes": inbound.reader.read_bytes + inbound.bytes,
+            }
             for edge, inbound in self.inbound.items()
         }
         return {"tasks": tasks, "received": edges}

@@ -29,7 +29,7 @@ from raylane.graph.channels.ends import ChannelEnds, open_shared
 from raylane.graph.channels.lease import LeasePool, LeaseReader
 from raylane.graph.channels.peer_network import PeerNetwork
 from raylane.graph.channels.ring import WAKE, ProcessDoorbell, RingWriter
-from raylane.graph.lifecycle import Event, Lifecycle
+from raylane.graph.lifecycle import Event, ExecutorState, Lifecycle
 from raylane.graph.plan.ir import DRIVER
 from raylane.graph.values import message as messages
 from raylane.graph.worker import exclusive
@@ -142,7 +142,8 @@ class Session:
         if reopening is not None and self.executor.has_run_all_before(reopening.execution):
             self._answer_reopening(self._reopen)
             return True
-        if try_wait(self._orders.full):
+        # After the exit of the actor, orders are for the process that takes its place.
+        if self.executor.state is ExecutorState.STOPPED or try_wait(self._orders.full):
             return False
         (order,) = pickle.loads(self._orders.receive().body)
         if self._reopening is not None:  # the driver counts answers, so they keep the order of the orders
