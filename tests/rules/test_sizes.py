@@ -23,7 +23,7 @@ BUDGETS = {
     "modules": 686,
     "nemo": 982,
     "rl": 2980,
-    "sft": 3100,
+    "sft": 3110,
     "testing": 206,
     "training": 7645,
     "transport": 7790,

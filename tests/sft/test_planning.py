@@ -126,6 +126,13 @@ def test_plan_tells_of_gpus_that_are_not_used(tmp_path: Path) -> None:
     assert "6 of 8 GPUs are not used" in render(make_plan(run, SHAPE, ROWS, None), run)
 
 
+def test_plan_tells_the_memory_of_snapshots(tmp_path: Path) -> None:
+    run = config(tmp_path, sft={"snapshot_every": 10, "max_num_steps": 50})
+    text = render(make_plan(run, SHAPE, ROWS, None), run)
+    expected = 3 * 12 * SHAPE.num_parameters / 2**30
+    assert f"every 10 steps, {expected:.2f} GiB of shared memory" in text
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [

@@ -20,8 +20,11 @@ from raylane.training.model.hf_config import ModelShape, model_config, model_sha
 from raylane.training.parallel.mesh import AXES, DATA_AXES, ParallelDims, shards_parameters
 from raylane.training.report.metrics import counted
 from raylane.training.run.memory import MemoryEstimate, estimate_memory
+from raylane.training.run.snapshots import versions_to_keep
 
 GIB = 2**30
+STATE_BYTES = 12
+"""Bytes of a trained parameter in a snapshot: in float32, with two averages of the optimizer (Muon has one)."""
 
 
 @dataclass(frozen=True)
@@ -179,10 +182,20 @@ def render(plan: RunPlan, config: SftRunConfig) -> str:
         ("tokens", f"{most}{plan.positions:,} positions, about {plan.supervised:,} of them supervised"),
         ("validate", validations),
         ("save", _save(plan, config)),
+        *([("snapshots", _snapshots(plan, config))] if config.sft.snapshot_every else []),
         ("compute", f"{plan.flops:.2e} floating-point operations in all, {plan.flops / plan.total_steps:.2e} a step"),
         ("memory", _memory(plan.memory) + (" (master weights in host memory)" if offloads else "")),
     ]
     return "\n".join(f"{name:<11}{text}" for name, text in lines)
+
+
+def _snapshots(plan: RunPlan, config: SftRunConfig) -> str:
+    every = config.sft.snapshot_every
+    trained = plan.shape.num_parameters if plan.shape.num_trained is None else plan.shape.num_trained
+    versions = versions_to_keep(config.steps_in_flight, every)
+    nbytes = versions * STATE_BYTES * trained
+    memory = f"{nbytes / GIB:.2f} GiB of shared memory on all hosts together ({versions} versions)"
+    return f"every {counted(every, 'step')}, {memory}"
 
 
 def _mesh(plan: RunPlan, config: SftRunConfig) -> str:
