@@ -110,7 +110,7 @@ class WorkerGroup:
         self._share: Share
         self._dropped: weakref.finalize[..., Any] | None = None
         """Finalizer that removes the placement group if this object is dropped without `shutdown`."""
-        self._spares = Spares(self._options.spares, self._new_spare)
+        self._spares = Spares(self._options.spares)
         self._closed = False
         self._plans: dict[Any, DispatchPlan] = {}
         """Plans by the arguments from which they were made."""
@@ -295,7 +295,7 @@ class WorkerGroup:
         _warn_of_niceness(max(seat.niceness for seat in located))
         self._seat(located)
         self._first_results(self._construct(range(self.size)), deadline)
-        self._spares.fill()
+        self._spares.fill(self._new_spare)
 
     def _new_actor(self, rank: int) -> Any:
         """Create the actor of a rank in its place. Does not wait for its process."""
@@ -444,7 +444,7 @@ class WorkerGroup:
         self._seat(self._take_seats(deadline, again=True))
         are_new = self._first_results(self._construct(range(self.size), REGROUP), deadline)
         new.update(rank for rank, is_new in enumerate(are_new) if is_new)  # also those that Ray has restarted
-        self._spares.fill()
+        self._spares.fill(self._new_spare)
         return True
 
     def _forget_calls(self) -> None:

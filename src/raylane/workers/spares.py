@@ -19,17 +19,17 @@ ANSWER_S = 1.0
 class Spares:
     """A number of spares, which are replaced when they are taken."""
 
-    def __init__(self, count: int, start: Callable[[int], Any]) -> None:
-        """Keep so many; `start(number)` creates the actor of one without waiting."""
-        self._count, self._start = count, start
+    def __init__(self, count: int) -> None:
+        """Keep so many."""
+        self._count = count
         self._seats: dict[Any, Any] = {}
         """Actors, and the call by which each tells where it is."""
         self._started = 0
 
-    def fill(self) -> None:
-        """Start those that are missing. Does not wait."""
+    def fill(self, start: Callable[[int], Any]) -> None:
+        """Start those that are missing: `start(number)` creates the actor of one without waiting."""
         while len(self._seats) < self._count:
-            actor = self._start(self._started)
+            actor = start(self._started)
             self._started += 1
             self._seats[actor] = actor.take_seat.remote(-1)
 
