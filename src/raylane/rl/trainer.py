@@ -249,6 +249,7 @@ class GrpoTrainer:
     def _restart(self, lost: WorkerLostError | QueueLostError | WeightsLostError) -> None:
         """Form the group again, and go back to the newest snapshot or checkpoint, or to the first step."""
         reason, before = str(lost.fields.get("reason", f"{lost}.")), self._read
+        _log.warning("%s Starting the workers again", reason)  # which may take long, if a host is cut off
         new = self.policy.recover()
         # A step that has failed is made again with other answers.
         self._end_tickets()

@@ -303,6 +303,7 @@ class Trainer:
         self._in_flight.clear()
         self.losses.clear()
         before, seconds = self._read, self._seconds
+        _log.warning("%s Starting the workers again", reason)  # which may take long, if a host is cut off
         new = self.policy.recover()
         if self._go_back(before):
             if self.done > self._went_back_to:
