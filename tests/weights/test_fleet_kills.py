@@ -99,8 +99,15 @@ def test_a_fleet_outlives_its_service(start: Start, eventually: Callable[..., No
     (name,) = actor_names(CATALOGUE_NAME)
     killed = ray.get_actor(name, NAMESPACE)
     ray.kill(killed)
-    with pytest.raises(ray.exceptions.RayActorError):
-        ray.get(killed.newest.remote("policy"), timeout=WAIT_S)
+
+    def has_ended() -> bool:  # while it ends it may still answer
+        try:
+            ray.get(killed.newest.remote("policy"), timeout=WAIT_S)
+        except ray.exceptions.RayActorError:
+            return True
+        return False
+
+    eventually(has_ended, within_s=WAIT_S)
     eventually(lambda: (fleet.state()["versions"], len(fleet.state()["readers"])) == ({"policy": 1}, 2))
     assert answers(readers) == [({"policy": 1}, {1.0})] * 2
     (number,) = ray.get(trainer.publish.remote(2))
