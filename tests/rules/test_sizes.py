@@ -18,17 +18,17 @@ LONG_FUNCTIONS: dict[str, str] = {}
 PACKAGE = ROOT / "src" / "raylane"
 BUDGETS = {
     "cli": 1211,
-    "core": 1990,
-    "graph": 7649,
+    "core": 1989,
+    "graph": 7650,
     "modules": 686,
     "nemo": 982,
-    "rl": 2980,
-    "sft": 3110,
+    "rl": 2975,
+    "sft": 3107,
     "testing": 206,
-    "training": 7645,
+    "training": 7668,
     "transport": 7790,
-    "weights": 7010,
-    "workers": 1745,
+    "weights": 7008,
+    "workers": 1741,
 }
 """Lines of code of each package, and of the modules beside them, without docstrings, comments and blank lines.
 

@@ -41,6 +41,7 @@ from raylane.training.run import ray_session
 from raylane.training.run.opening import finished_text, open_folders, restart_text, snapshot_text
 from raylane.training.run.places import check_places, fetch_models
 from raylane.training.run.record import RunRecord
+from raylane.training.run.restarts import Restarts
 from raylane.training.run.skipped_steps import SkippedSteps
 from raylane.training.run.snapshots import Snapshot
 from raylane.training.run.stopping import StopRequest, block_sigterm
@@ -163,12 +164,9 @@ class GrpoTrainer:
         self.first: Accuracy | None = None
         self.last: Accuracy | None = None
         self._validated: set[int] = set()
-        self._restarts = 0
-        """Number of restarts of the workers since the last checkpoint or newer snapshot."""
-        self._can_load = True
-        """False after a snapshot that could not be loaded: the run goes back to checkpoints from then on."""
-        self._read = self._went_back_to = 0
-        """Number of steps whose metrics are recorded, and to which the last restart went back."""
+        self._restarts = Restarts(config.grpo.max_restarts)
+        self._read = 0
+        """Number of steps whose metrics are recorded."""
         self._skipped = SkippedSteps(config.grpo.max_skipped_steps, "grpo.max_skipped_steps")
         self._step_ended_s = time.time()
         self._tickets: list[list[ItemTicket]] = []
@@ -208,7 +206,8 @@ class GrpoTrainer:
         """Begin with the weights that the workers have now."""
         if self._config.checkpointing.enabled:
             publishing.discard_partial(storage.at(self._config.checkpointing.checkpoint_dir))
-        self._read = self._went_back_to = self.done
+        self._read = self.done
+        self._restarts.end(self.done)
         # The first weights: those of later steps are published by the steps themselves.
         self.policy.publish_weights()
         self.rollouts.begin_at(self.done)
@@ -239,11 +238,8 @@ class GrpoTrainer:
             except (WorkerLostError, QueueLostError, WeightsLostError) as error:
                 if isinstance(error, QueueLostError):
                     self.rollouts.queue.stats()  # raises if its actor has died: then `run` makes a new queue
-                limit, snapshot = grpo.max_restarts, self._usable_snapshot()
-                is_further = snapshot is not None and snapshot.step > self._went_back_to
-                if limit == 0 or self._stop.requested or (self._restarts >= limit and not is_further):
+                if not self._restarts.begin(self._usable_snapshot(), is_stopping=self._stop.requested):
                     raise
-                self._restarts += 1
                 lost = error
 
     def _restart(self, lost: WorkerLostError | QueueLostError | WeightsLostError) -> None:
@@ -255,19 +251,18 @@ class GrpoTrainer:
         self._end_tickets()
         snapshot = self._usable_snapshot()
         if snapshot is not None:
-            self._can_load = self.policy.has_loaded(snapshot)
+            self._restarts.loads_snapshots = self.policy.has_loaded(snapshot)
         # A new epoch of the schedule begins: what the engines have made since is not used.
-        if snapshot is not None and self._can_load:
-            if self.done > self._went_back_to:
-                self._restarts = 1
+        if snapshot is not None and self._restarts.loads_snapshots:
+            self._restarts.note_loaded(self.done)
             self._log.rewind(self.done)
             self.note(snapshot_text(reason, new, self.done, before, self._config))
             self._begin()
         else:
-            if self._restarts > self._config.grpo.max_restarts:
+            if self._restarts.is_over_limit:
                 raise lost
             self.policy.forget_snapshots()
-            self.note(restart_text(reason, self.saved, self._restarts, self._config.grpo.max_restarts))
+            self.note(restart_text(reason, self.saved, self._restarts.number, self._config.grpo.max_restarts))
             self.resume_from(self.saved, anew=False)
         self._validated = {step for step in self._validated if step <= self.done}
         self._skipped.end_streak()
@@ -276,7 +271,7 @@ class GrpoTrainer:
 
     def _usable_snapshot(self) -> Snapshot | None:
         """Return the newest snapshot in memory to which the run can go back; None if the checkpoint is newer."""
-        snapshot = self.policy.snapshot(self._read) if self._can_load else None
+        snapshot = self.policy.snapshot(self._read) if self._restarts.loads_snapshots else None
         least = 0 if self.saved is None else self.saved.step
         return None if snapshot is None or snapshot.step < least else snapshot
 
@@ -383,5 +378,5 @@ class GrpoTrainer:
         # Of the last validation, which may be that of an earlier step.
         metrics = {} if self.last is None else {"val:reward": self.last.greedy}
         self.saved = self.policy.save(metrics, with_hf=with_hf)
-        self._restarts = 0
+        self._restarts.note_saved()
         _log.info("saved %s", self.saved.path)

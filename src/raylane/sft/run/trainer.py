@@ -38,7 +38,9 @@ from raylane.training.report.page import written_report
 from raylane.training.run import ray_session
 from raylane.training.run.opening import finished_text, open_folders, restart_text, snapshot_text
 from raylane.training.run.record import RunRecord, Sample
+from raylane.training.run.restarts import Restarts
 from raylane.training.run.skipped_steps import SkippedSteps
+from raylane.training.run.snapshots import Snapshot
 from raylane.training.run.stopping import StopRequest, block_sigterm
 from raylane.training.run.worker import SKIPPED
 from raylane.training.storage import Place
@@ -162,7 +164,7 @@ def _run_locked(
 
 
 class Recorded(NamedTuple):
-    """What a run had seen after a step."""
+    """Tokens, seconds and loss of a run after a step."""
 
     tokens: float
     """Tokens of documents so far."""
@@ -198,18 +200,13 @@ class Trainer:
         """Loss of each validation of this run, by the number of steps done."""
         self._in_flight: deque[tuple[int, GroupFuture]] = deque()
         """Steps sent to the workers whose metrics were not read yet, as (number, future), oldest first."""
-        self._restarts = 0
-        """Number of restarts of the workers since the last checkpoint or newer snapshot."""
+        self._restarts = Restarts(config.sft.max_restarts)
         self._read = 0
         """Number of steps whose metrics were read."""
         self._recorded: dict[int, Recorded] = {}
-        """What the run had seen after so many steps, whose metrics were read; those to which it may go back."""
+        """Tokens, seconds and loss by number of steps whose metrics were read: those to which the run may go back."""
         self._seconds = 0.0
         """Seconds of all steps whose metrics were read."""
-        self._can_load = True
-        """False after a snapshot that could not be loaded: the run goes back to checkpoints from then on."""
-        self._went_back_to = 0
-        """Number of steps to which the last restart went back."""
         overlaps = config.policy.compiled_graph.overlap_communication
         self._skipped = SkippedSteps(config.sft.max_skipped_steps, "sft.max_skipped_steps")
         self._max_in_flight = config.sft.steps_in_flight if overlaps else 1
@@ -270,10 +267,8 @@ class Trainer:
                 return
             except WorkerLostError as error:
                 self._finish_last_save()
-                limit = self._config.sft.max_restarts
-                if limit == 0 or self._stop.requested or (self._restarts >= limit and not self._has_newer_snapshot()):
+                if not self._restarts.begin(self._usable_snapshot(), is_stopping=self._stop.requested):
                     raise
-                self._restarts += 1
                 lost = error
             except BaseException:
                 self._finish_last_save()
@@ -294,7 +289,7 @@ class Trainer:
 
     def _note_saved(self, saved: Saved) -> None:
         self.saved = saved
-        self._restarts = 0
+        self._restarts.note_saved()
         _log.info("saved %s", saved.path)
 
     def _restart(self, lost: WorkerLostError) -> None:
@@ -305,21 +300,21 @@ class Trainer:
         before, seconds = self._read, self._seconds
         _log.warning("%s Starting the workers again", reason)  # which may take long, if a host is cut off
         new = self.policy.recover()
-        if self._go_back(before):
-            if self.done > self._went_back_to:
-                self._restarts = 1
+        if self._go_back():
+            self._restarts.note_loaded(self.done)
             self._note(snapshot_text(reason, new, self.done, before, self._config, seconds - self._seconds))
         else:
-            if self._restarts > self._config.sft.max_restarts:
+            if self._restarts.is_over_limit:
                 raise lost
             self.policy.forget_snapshots()
-            self._note(restart_text(reason, self.saved, self._restarts, self._config.sft.max_restarts))
+            self._note(restart_text(reason, self.saved, self._restarts.number, self._config.sft.max_restarts))
             if self.saved is not None:
                 self.resume_from(self.saved)
             else:
                 self._tokens_seen = 0.0
                 self._log.rewind(0)
-        self._read = self._went_back_to = self.done
+        self._read = self.done
+        self._restarts.end(self.done)
         self._recorded = {step: each for step, each in self._recorded.items() if step <= self.done}
         self._discard_partial()
         self._validations = {step: loss for step, loss in self._validations.items() if step <= self.done}
@@ -332,24 +327,24 @@ class Trainer:
         _log.warning("%s", text)
         self._log.note(self.done, text)
 
-    def _go_back(self, most_steps: int) -> bool:
-        """Go back to the newest snapshot of at most so many steps; return False if it is older than the checkpoint."""
-        snapshot = self.policy.snapshot(most_steps)
-        if snapshot is None or snapshot.step not in self._recorded:
+    def _go_back(self) -> bool:
+        """Go back to the newest snapshot; return False if none can be used."""
+        snapshot = self._usable_snapshot()
+        if snapshot is None:
             return False
-        if self.saved is not None and snapshot.step < self.saved.step:
-            return False
-        self._can_load = self._can_load and self.policy.has_loaded(snapshot)
-        if not self._can_load:
+        self._restarts.loads_snapshots = self.policy.has_loaded(snapshot)
+        if not self._restarts.loads_snapshots:
             return False
         self._log.rewind(self.done)
         self._tokens_seen, self._seconds, self.losses["train:loss"] = self._recorded[self.done]
         return True
 
-    def _has_newer_snapshot(self) -> bool:
-        """Return True if the run has got further than the last restart, as a snapshot in memory shows."""
-        snapshot = self.policy.snapshot(self._read) if self._can_load else None
-        return snapshot is not None and snapshot.step > self._went_back_to
+    def _usable_snapshot(self) -> Snapshot | None:
+        """Return the newest snapshot in memory whose steps are recorded; None if the checkpoint is newer."""
+        snapshot = self.policy.snapshot(self._read) if self._restarts.loads_snapshots else None
+        least = 0 if self.saved is None else self.saved.step
+        is_usable = snapshot is not None and snapshot.step >= least and snapshot.step in self._recorded
+        return snapshot if is_usable else None
 
     def _step(self) -> None:
         """Send one step, and validate or save after it if that is due."""
