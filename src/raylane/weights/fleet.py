@@ -181,7 +181,7 @@ class FleetReader:
         """Why an `AsyncLLM` could not switch."""
         self._thread = threading.Thread(target=_run, args=(weakref.ref(self),), name="raylane-fleet", daemon=True)
         self._gate = functools.partial(_check, weakref.ref(self))
-        """What the engines ask before they accept a request."""
+        """Check that the engines make before they accept a request."""
         for engine in self._engines:
             engine.attachment.check_fleet = self._gate
         self._thread.start()

@@ -40,7 +40,7 @@ class _WriteSlot(NamedTuple):
 
 
 class _Write(NamedTuple):
-    """What this rank writes to a slot."""
+    """Copy of this rank's tensors to a slot, and its digests."""
 
     copy: PreparedCopy
     nbytes: int

@@ -362,11 +362,9 @@ class CompiledWorkerGroup(WorkerGroup):
         return self.compiled
 
     def _forget_calls(self) -> None:
-        # Before the lock: a thread that waits for its turn holds it, and wakes when its graph ends.
-        graphs = [*self._graphs.values()]
         with self._lock:
             # Kept until the next one is compiled: with its last graph the thread of a worker would end.
-            self._ended += graphs
+            self._ended += self._graphs.values()
             self._graphs, self._unsettled = {}, set()
             self._enter(CallingEvent.RESTART)
             super()._forget_calls()

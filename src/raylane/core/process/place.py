@@ -52,28 +52,30 @@ _PF_EXITING = 0x4
 """Flag of a process that has begun to end (flags in proc(5)). Source: include/linux/sched.h."""
 
 
-def start_ticks(pid: int) -> int | None:
-    """Return the start time of a process in clock ticks since boot, or None if it has ended (or is a zombie).
-
-    OSError if the time cannot be read, for example because this process has no free descriptor.
-    """
+def _stat_of(pid: int) -> list[bytes] | None:
+    """Return the fields of /proc/PID/stat from the state on; None if the process has ended (or is a zombie)."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:
             fields = stat.read().rpartition(b")")[2].split()  # the command name may contain spaces and brackets
     except (FileNotFoundError, ProcessLookupError):
         return None
     # A zombie has released its memory and its sockets, so it counts as ended although its entry exists.
-    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+    return None if fields[0] in (b"Z", b"X") else fields
 
 
-def is_ending(pid: int) -> bool:
-    """Return True if a process has ended or begun to: its memory is given back before it counts as ended."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as stat:
-            fields = stat.read().rpartition(b")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-    return fields[0] in (b"Z", b"X") or bool(int(fields[6]) & _PF_EXITING)
+def start_ticks(pid: int) -> int | None:
+    """Return the start time of a process in clock ticks since boot, or None if it has ended (or is a zombie).
+
+    OSError if the time cannot be read, for example because this process has no free descriptor.
+    """
+    fields = _stat_of(pid)
+    return None if fields is None else int(fields[19])
+
+
+def keeps_memory(pid: int, ticks: int) -> bool:
+    """Return True if the process with this start time runs: one that has begun to end may have given memory back."""
+    fields = _stat_of(pid)
+    return fields is not None and int(fields[19]) == ticks and not int(fields[6]) & _PF_EXITING
 
 
 def alive(place: Place) -> bool:

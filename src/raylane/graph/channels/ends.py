@@ -76,6 +76,17 @@ class ChannelEnds:
         return FanOutWriter(ring, links, channel) if links else None
 
 
+def notify_new_readers(
+    layout: GraphLayout, writers: Iterable[tuple[int, EdgeWriter]], doorbells: Mapping[int, Segment]
+) -> None:
+    """Let the writers of edges (by number) ring these doorbells: those of members whose processes are new."""
+    for edge, writer in writers:
+        for index, reader in enumerate(layout.readers_here(edge)):
+            if reader in doorbells:
+                assert isinstance(writer, RingWriter), "graphs with other edges are not repaired"
+                writer.replace_reader(index, doorbells[reader])
+
+
 def open_shared(path: str, owner: str) -> Segment:
     """Map shared memory of another process, called `owner` in messages.
 

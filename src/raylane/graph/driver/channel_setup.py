@@ -22,13 +22,13 @@ from raylane.core.signals.semaphore import SEMAPHORE_BYTES
 from raylane.errors import GraphPlanError
 from raylane.graph.channels import ring
 from raylane.graph.channels.deadlines import ExecutionDeadlines
-from raylane.graph.channels.ends import ChannelEnds
+from raylane.graph.channels.ends import ChannelEnds, notify_new_readers
 from raylane.graph.channels.layout import GraphLayout, GraphOptions
 from raylane.graph.channels.lease import LeasePool
 from raylane.graph.channels.peer_link import Writer
 from raylane.graph.channels.peer_network import NetworkEvents, PeerNetwork
 from raylane.graph.channels.published import check_available
-from raylane.graph.channels.ring import RingReader, RingSpec, RingWriter
+from raylane.graph.channels.ring import RingReader, RingSpec
 from raylane.graph.driver.connections import Connections
 from raylane.graph.plan import routing
 from raylane.graph.plan.ir import DRIVER
@@ -234,11 +234,8 @@ class ChannelSetup:
         connections, layout = self._connections, self._layout(DRIVER)
         ends = ChannelEnds(layout, self._made)
         doorbells = {member: ends.doorbell(member) for member in members}
-        for (writer, _), edge in zip(connections.inputs, self._plan.edges_from(DRIVER), strict=True):
-            for index, reader in enumerate(layout.readers_here(edge.index)):
-                if reader in doorbells:
-                    assert isinstance(writer, RingWriter)
-                    writer.replace_reader(index, doorbells[reader])
+        edges = zip(self._plan.edges_from(DRIVER), connections.inputs, strict=True)
+        notify_new_readers(layout, ((edge.index, writer) for edge, (writer, _) in edges), doorbells)
         for member in members:
             connections.control.replace(
                 member,

@@ -84,17 +84,17 @@ class CompiledGraph:
 
     async def execute_async(self, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> GraphResult:
         """Start one execution like `execute`, but let the event loop run during the wait. Await the result as well."""
-        own = None if timeout_s is None else Deadline(timeout_s)
+        end = None if timeout_s is None else Deadline(timeout_s)
         deadline = Deadline(self.timeout_s)
-        if own is not None and own.at < deadline.at:
-            deadline = own
+        if end is not None and end.at < deadline.at:
+            deadline = end
         prepared: Prepared | None = None
         while True:
             try:
                 # The inputs are encoded once, however often this waits.
                 if prepared is not None:
-                    return self._submitter.submit_prepared(prepared, own)
-                return self._submit(args, kwargs, 0, own)
+                    return self._submitter.submit_prepared(prepared, end)
+                return self._submit(args, kwargs, 0, end)
             except GraphFullError as error:
                 reason = type(error)
                 if isinstance(error, NotAdmitted):
@@ -117,7 +117,7 @@ class CompiledGraph:
             except IndexError:  # an execution has ended meanwhile
                 await asyncio.sleep(0)
             else:
-                await oldest.wait_until_ended(self._collector, None if own is None else remaining_s)
+                await oldest.wait_until_ended(self._collector, None if end is None else remaining_s)
 
     @property
     def spans_hosts(self) -> bool:

@@ -131,8 +131,8 @@ class GraphResult(native.Result):
         source.look()
         if ready():
             resolve(self._waiting)
-        own = source.expiring.get(self)
-        timers = [] if own is None else [loop.call_later((own.left_s() or 0) + CLOCK_S, source.look)]
+        deadline = source.expiring.get(self)
+        timers = [] if deadline is None else [loop.call_later((deadline.left_s() or 0) + CLOCK_S, source.look)]
         if timeout_s is not None:
             timers.append(loop.call_later(timeout_s + CLOCK_S, resolve, [(loop, future)]))
         try:

@@ -25,7 +25,7 @@ from raylane.core.signals.semaphore import try_wait
 from raylane.errors import GraphClosedError, GraphError, GraphPlanError
 from raylane.graph.channels import published
 from raylane.graph.channels.deadlines import ExecutionDeadlines
-from raylane.graph.channels.ends import ChannelEnds, open_shared
+from raylane.graph.channels.ends import ChannelEnds, notify_new_readers, open_shared
 from raylane.graph.channels.lease import LeasePool, LeaseReader
 from raylane.graph.channels.peer_network import PeerNetwork
 from raylane.graph.channels.ring import WAKE, ProcessDoorbell, RingWriter
@@ -187,11 +187,7 @@ class Session:
             }
         except GraphPlanError as error:  # the new process has ended too
             return error
-        for edge, writer in self._writers.items():
-            for index, reader in enumerate(self._layout.readers_here(edge)):
-                if reader in doorbells:
-                    assert isinstance(writer, RingWriter)
-                    writer.replace_reader(index, doorbells[reader])
+        notify_new_readers(self._layout, self._writers.items(), doorbells)
         for pid in order.ended_pids:
             self._leases.forget_process(pid)
         return None

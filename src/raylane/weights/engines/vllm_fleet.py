@@ -28,7 +28,7 @@ Work = Callable[[], Coroutine[Any, Any, Any]]
 
 
 class EngineReader:
-    """What `FleetReader` needs of a reader, for all workers of an engine."""
+    """Reader of a fleet that stands for all workers of an engine."""
 
     def __init__(self, attachment: VllmAttachment, catalogue: CatalogueClient, notify: Callable[[], None]) -> None:
         """Use an attachment. `notify` is called when `run_jobs` has something to do.

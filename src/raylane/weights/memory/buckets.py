@@ -28,7 +28,7 @@ import torch
 from raylane.core.deadline import Deadline
 from raylane.core.memory.segment import Segment
 from raylane.core.memory.windows import Window
-from raylane.core.process.place import here, is_ending, start_ticks
+from raylane.core.process.place import here, keeps_memory
 from raylane.errors import WeightsError, WeightsLostError
 from raylane.transport.backends.cuda import driver
 from raylane.weights.layout.boxes import host_of, is_on_device
@@ -56,7 +56,7 @@ class Label(NamedTuple):
 
     def is_there(self) -> bool:
         """Return True if the process with the bucket lives."""
-        return self.token != 0 and start_ticks(self.pid) == self.start_ticks and not is_ending(self.pid)
+        return self.token != 0 and keeps_memory(self.pid, self.start_ticks)
 
 
 class _DeviceBytes:
@@ -67,7 +67,7 @@ class _DeviceBytes:
         self.__cuda_array_interface__ = interface
 
 
-_own: dict[int, torch.Tensor] = {}
+_own_buckets: dict[int, torch.Tensor] = {}
 """Buckets of this process by token: the driver maps only those of other processes."""
 
 
@@ -76,8 +76,8 @@ def _open(label: Label, target: int) -> torch.Tensor:
 
     It is mapped for the device that has it, or for the `target` where this process does not see that device.
     """
-    if label.token in _own:
-        return _own[label.token]
+    if label.token in _own_buckets:
+        return _own_buckets[label.token]
     mine = [driver.uuid_of(number) for number in range(torch.cuda.device_count())]
     device = driver.pick_device(label.device, mine, target)
     start = driver.open_allocation(label.handle, device)
@@ -177,7 +177,7 @@ class OwnBucket(BucketSlot):
         place = here()
         token = secrets.randbits(63) + 1
         self._label = Label(token, place.pid, place.start_ticks, allocation.offset, nbytes, uuid, allocation.handle)
-        _own[token] = self._bucket
+        _own_buckets[token] = self._bucket
         self._end = weakref.finalize(self, _forget, self._segment, self._label)
 
     def begin_writing(self, rank: int, deadline: Deadline, waiting: str, number: int | None = None) -> int:
@@ -199,7 +199,7 @@ class OwnBucket(BucketSlot):
 
 def _forget(segment: Segment, label: Label) -> None:
     """Remove the label of a bucket, if it is still in the slot. A forked child leaves that of its parent."""
-    _own.pop(label.token, None)
+    _own_buckets.pop(label.token, None)
     if label.pid == os.getpid() and Label(*_LABEL.unpack_from(segment.view, _LABEL_AT)) == label:
         _LABEL.pack_into(segment.view, _LABEL_AT, 0, label.pid, 0, 0, 0, b"", b"")
 
