@@ -105,7 +105,8 @@ test-versions: setup
 # do with weights, counted by kind: a quarter of an hour.
 faults: setup
 	$(if $(SOAK),RAYLANE_SOAK_S=3600) $(PYTEST) $(SIDE_BY_SIDE) -m 'faults and not matrix' $(ARGS)
-	$(if $(ARGS),,RAYLANE_KILLS=500 $(PYTEST) -s tests/weights/test_kills.py tests/workers/test_kills.py)
+	$(if $(ARGS),,RAYLANE_KILLS=500 $(PYTEST) -s tests/weights/test_kills.py tests/workers/test_kills.py \
+	  tests/graph/test_kills.py)
 
 gpu: setup
 	$(PYTEST) tests/gpu $(ARGS)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-import random
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -181,68 +179,6 @@ def test_repair_reports_only_failures_that_the_output_needs(workers: list[Any], 
         assert result.get() == 0
         assert [type(error) for error in result.leaf_errors] == [GraphActorDiedError]
         assert g.execute(1).get() == 1
-
-
-class Load(threading.Thread):
-    """Thread that executes a graph back to back and checks each value, also after deaths."""
-
-    def __init__(self, graph: Any, expected: Callable[[int], Any]) -> None:
-        super().__init__()
-        self.graph = graph
-        self.expected = expected
-        self.stop = threading.Event()
-        self.completed = 0
-        self.died = 0
-        self.wrong: list[Any] = []
-
-    def run(self) -> None:
-        pending: list[tuple[int, Any]] = []
-        number = 0
-        try:
-            while pending or not self.stop.is_set():
-                while len(pending) < self.graph.max_inflight and not self.stop.is_set():
-                    pending.append((number, self.graph.execute(number)))
-                    number += 1
-                if pending:
-                    self._take(*pending.pop(0))
-        except BaseException as error:
-            self.wrong.append(error)
-
-    def _take(self, number: int, result: Any) -> None:
-        try:
-            value = result.get(timeout=60)
-        except GraphActorDiedError:
-            self.died += 1
-            return
-        if value != self.expected(number):
-            self.wrong.append((number, value))
-        self.completed += 1
-
-
-@pytest.mark.parametrize("inflight", [1, 5])
-def test_repair_under_load_mixes_no_executions(workers: list[Any], inflight: int, eventually: Eventually) -> None:
-    def write(x: Any) -> Any:
-        first = bind(workers[0].add, x, 1)
-        middle = [bind(workers[i].add, first, 10**i) for i in (1, 2)]
-        return MultiOutputNode([bind(workers[3].record, a=middle[0], b=middle[1]), first])
-
-    def expected(number: int) -> Any:
-        return [{"a": number + 11, "b": number + 101}, number + 1]
-
-    with compiled(write, max_inflight=inflight) as g:
-        load = Load(g, expected)
-        load.start()
-        rng = random.Random(inflight)
-        for victims in ([rng.randrange(4)], rng.sample(range(4), 2)):
-            before = load.completed
-            eventually(lambda: load.completed > before + 100 or load.wrong, within_s=60)  # noqa: B023
-            kill(*(workers[i] for i in victims))
-        before = load.completed
-        eventually(lambda: load.completed > before + 100 or load.wrong, within_s=60)
-        load.stop.set()
-        load.join(60)
-        assert not load.wrong
-        assert 0 < load.died <= 3 * inflight
 
 
 def test_repair_after_a_death_during_the_repair(workers: list[Any], eventually: Eventually) -> None:
