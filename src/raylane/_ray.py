@@ -50,6 +50,7 @@ __all__ = [
     "dag_users",
     "declared_options",
     "describe_self",
+    "driver_node",
     "dumps",
     "empty_task_refs",
     "exit_this_actor",

@@ -211,6 +211,17 @@ def job_has_ended(job: str) -> bool:
     return any(entry["JobID"] == job and entry["IsDead"] for entry in state.jobs())
 
 
+def driver_node(job: str) -> str | None:
+    """Return the id of the node on which the driver of a job (hexadecimal id) runs; None if it is not known."""
+    from ray._private import state
+
+    addresses = {entry["DriverIPAddress"] for entry in state.jobs() if entry["JobID"] == job}
+    nodes = [node for node in ray.nodes() if node["Alive"] and node["NodeManagerAddress"] in addresses]
+    # Several nodes of one host share its address: drivers are on the head of the cluster as a rule.
+    nodes.sort(key=lambda node: "node:__internal_head__" not in node["Resources"])
+    return nodes[0]["NodeID"] if nodes else None
+
+
 def living_actors() -> dict[str, str]:
     """Return the class name of every actor of the cluster that is not dead, by hexadecimal id. For leak checks."""
     from ray._private import state

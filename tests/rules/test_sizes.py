@@ -20,14 +20,14 @@ BUDGETS = {
     "cli": 1211,
     "core": 1989,
     "graph": 7650,
-    "modules": 686,
+    "modules": 693,
     "nemo": 982,
     "rl": 2975,
     "sft": 3107,
     "testing": 206,
     "training": 7668,
     "transport": 7790,
-    "weights": 7008,
+    "weights": 7046,
     "workers": 1741,
 }
 """Lines of code of each package, and of the modules beside them, without docstrings, comments and blank lines.

@@ -28,11 +28,10 @@ HOSTS = ("head", "two", "three")
 class Rank:
     """One of two ranks, each with half of every tensor."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, name: str = "policy", copies: int = 1) -> None:
         self.tensors = {f"w{i}": torch.zeros(ROWS // 2) for i in range(COUNT)}
-        self.publisher = weights.Publisher(
-            "policy", self.tensors, rank=rank, world=2, places=lambda _, tensor: weights.Part.even(tensor, 0, rank, 2)
-        )
+        part = lambda _, tensor: weights.Part.even(tensor, 0, rank, 2)  # noqa: E731
+        self.publisher = weights.Publisher(name, self.tensors, rank=rank, world=2, places=part, copies=copies)
 
     def publish(self, step: int) -> int:
         for tensor in self.tensors.values():
@@ -49,9 +48,9 @@ class Rank:
 
 
 class Reader:
-    def __init__(self, apply: str, names: int = COUNT) -> None:
+    def __init__(self, apply: str, names: int = COUNT, name: str = "policy") -> None:
         self.tensors = {f"w{i}": torch.zeros(ROWS) for i in range(names)}
-        self.subscriber = weights.Subscriber("policy", self.tensors, apply=apply, subset=names < COUNT)
+        self.subscriber = weights.Subscriber(name, self.tensors, apply=apply, subset=names < COUNT)
         self.error = ""
 
     def update(self, at_least: int, timeout: float) -> Any:
@@ -190,6 +189,23 @@ def source_dies(scene: Scene) -> None:
     say("source killed")
 
 
+def both_hosts_have_all(scene: Scene) -> None:
+    """With `copies=2` a version outlives either host of its ranks, and the next one has two copies again."""
+    make = ray.remote(num_cpus=0)(Rank)
+    ranks = [make.options(resources={host: 0.1}).remote(i, "kept", 2) for i, host in enumerate(("one", "two"))]
+    late = scene.reader("three", "copy", COUNT, "kept")
+    for step, host in enumerate(("one", "two"), 1):
+        ray.get([rank.publish.remote(step) for rank in ranks], timeout=60)
+        until(lambda: weights.versions("kept")[-1].copies == 2, "both hosts have both parts")
+        kill_keeper(host)
+        until(lambda: weights.versions("kept")[-1].copies == 1, "the death is noted")
+        assert ray.get(late.update.remote(step, 30)) == step
+    for actor in (late, *ranks):
+        ray.kill(actor)
+    weights.drop("kept")
+    say("both hosts have all")
+
+
 def cable_is_cut(scene: Scene) -> None:
     calls = scene.begin(timeout=3)
     began = time.monotonic()
@@ -218,7 +234,7 @@ def main(address: str) -> None:
     before = snapshot()
     scene = Scene()
     ask("slow")
-    for act in (one_copy, parts, fast_trainer, holder_dies, source_dies, cable_is_cut):
+    for act in (one_copy, parts, fast_trainer, holder_dies, source_dies, both_hosts_have_all, cable_is_cut):
         act(scene)
     ask("calm")
     leave_nothing(scene, before)

@@ -347,6 +347,37 @@ def test_rank_back_on_another_host_keeps_the_survivors() -> None:
     assert publish(ledger, start, 4) == 4  # nothing was changed
 
 
+@pytest.mark.parametrize(
+    ("hosts", "copies", "further"),
+    [
+        ("aabb", 1, {}),
+        ("aabb", 2, {"b": ["a"], "a": ["b"]}),
+        ("abcc", 2, {"b": ["a"], "c": ["b"], "a": ["c"]}),
+        ("abc", 3, {"b": ["a", "c"], "c": ["a", "b"], "a": ["b", "c"]}),
+        ("abc", 9, {"b": ["a", "c"], "c": ["a", "b"], "a": ["b", "c"]}),
+        ("aa", 2, {}),
+    ],
+)
+def test_next_hosts_get_further_copies(hosts: str, copies: int, further: dict[str, list[str]]) -> None:
+    ledger = Ledger("policy")
+    for rank, host in enumerate(hosts):
+        start = ledger.register(registration(rank, len(hosts), host=host)._replace(copies=copies), [], 1)
+    assert generation(ledger).further_parts() == further
+    for host in set(hosts):
+        generation(ledger).slots[host, host] = ["slot 0", "slot 1"]
+    version = ledger.find(publish(ledger, start, 1))
+    assert version is not None
+    assert version.copies() == 1
+    for host, parts in further.items():
+        for part in parts:
+            spread = version.spread(part)
+            spread.holders[host] = set(range(spread.chunks))
+    assert version.copies() == min(copies, len(set(hosts)))
+    ledger.keeper_died(hosts[0])
+    alive = copies > 1 and len(set(hosts)) > 1
+    assert version.state is (VersionState.COMMITTED if alive else VersionState.LOST)
+
+
 def numbers(ledger: Ledger) -> list[int]:
     return [version.number for version in ledger.committed()]
 

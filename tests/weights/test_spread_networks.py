@@ -23,6 +23,7 @@ def test_readers_on_three_hosts_share_one_copy(hosts: networks.Hosts) -> None:
         "fast trainer",
         "holder killed",
         "source killed",
+        "both hosts have all",
         "cable cut",
         "done",
     ):

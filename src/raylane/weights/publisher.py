@@ -70,6 +70,7 @@ class Publisher:
         places: Places = None,
         detached: bool = False,
         transport: str = "host",
+        copies: int = 1,
         max_lag: int | None = None,
         trainer: str | None = None,
         timeout: float | None = None,
@@ -106,6 +107,9 @@ class Publisher:
                 `apply="copy"` or `"swap"`. Such versions, also held ones, end with the process of the rank, with
                 `close`, and when the ranks or the shapes of their tensors change; RAYLANE_BUDGET_BYTES does not count
                 them, and deltas are not used. Same for all ranks.
+            copies: Number of hosts that have each part of a version, so that `copies - 1` of them may die: the hosts of
+                other ranks copy it after it was published, while the trainer goes on. On fewer hosts, one for each.
+                Not with `cuda_ipc`. Same for all ranks.
             max_lag: Readers that are more versions behind than this are named in metrics, and marked by `readers` and
                 `raylane weights`; None: none are. The same for all ranks.
             trainer: Text that is the same for all ranks of one start of the trainer, and never used again. It tells two
@@ -123,6 +127,7 @@ class Publisher:
             raise ValueError(f"rank must be from 0 to world - 1 ({world - 1}), got {rank}")
         whole_number("keep", keep, 2, MOST_KEEP, " (one version to read, one to write)")
         whole_number("anchor_every", anchor_every, 1)
+        whole_number("copies", copies, 1)
         if max_lag is not None:
             whole_number("max_lag", max_lag, 0)
         options = DeltaOptions(delta, anchor_every)
@@ -131,6 +136,10 @@ class Publisher:
             raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, got {transport!r}")
         if transport == "cuda_ipc":
             check_driver(name)
+            if copies > 1:
+                raise ValueError(
+                    f"copies={copies}: versions of transport='cuda_ipc' are not copied. Use transport='host'"
+                )
             if detached:
                 raise ValueError("detached=True: versions of transport='cuda_ipc' end with the process of their rank")
         self.name = name
@@ -159,6 +168,7 @@ class Publisher:
             options,
             bool(digests),
             transport == "cuda_ipc",
+            copies,
             trainer,
         )
         """Registration of this rank; the start of the trainer in it stays when the name is dropped."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from raylane.weights.layout.boxes import StoredLayout
 from raylane.weights.memory.slots import SlotPlace
-from raylane.weights.state.ledger import Ledger, Version
+from raylane.weights.state.ledger import Ledger, Version, VersionState
 from raylane.weights.state.readers import NamedReaders, VersionKey
 
 GenerationKey = tuple[str, int]
@@ -37,6 +37,8 @@ class VersionInfo:
     """Number of transfers that were repeated whole, because patches did not make the bytes of the trainer's host."""
     held: bool = False
     """True if it is kept beyond `keep`, until it is released."""
+    copies: int = 0
+    """Least number of hosts that have one and the same part whole; 0 if it is not committed."""
 
 
 def version_info(ledger: Ledger, version: Version, readers: NamedReaders, now_s: float) -> VersionInfo:
@@ -55,6 +57,7 @@ def version_info(ledger: Ledger, version: Version, readers: NamedReaders, now_s:
         dict(version.copied_bytes),
         version.mismatches,
         ledger.is_held(version.number),
+        version.copies() if version.state is VersionState.COMMITTED else 0,
     )
 
 

@@ -25,7 +25,7 @@ from raylane.weights.layout.boxes import host_of
 from raylane.weights.memory.slots import SlotPlace
 from raylane.weights.service.actors import NAMESPACE, actor_names, own_error, start_actor
 from raylane.weights.service.answers import GenerationKey, VersionInfo, VersionOffer, WriteOrder, version_info
-from raylane.weights.service.copies import PAUSE_S, Copies, answered
+from raylane.weights.service.copies import PAUSE_S, Copies, answered, copy_further
 from raylane.weights.service.fleets import Fleets, Names
 from raylane.weights.service.keeper import Incarnation, Keeper, PartKind, Turn, when_job_ends
 from raylane.weights.service.lag_metrics import report_lags
@@ -61,9 +61,8 @@ class _NamedWeights:
 
 
 def _kind(generation: Generation, part: str) -> PartKind:
-    ranks = generation.ranks_of(part)
     nbytes = 0 if generation.stored.on_device else generation.part_bytes(part)
-    return PartKind(part, len(ranks), nbytes, generation.boxes_digest(part))
+    return PartKind(part, len(generation.ranks_of(part)), nbytes, generation.boxes_digest(part))
 
 
 async def _answered(call: Any) -> None:
@@ -169,6 +168,7 @@ class Catalogue:
                     keeper.drop.remote(self._turn(), name, used)
             if (version := entry.ledger.find(number)) is not None:
                 entry.copies.make_patches(version)
+                self._start(copy_further(self.copy, name, version))
             entry.copies.give_back(entry.ledger)
         await self._notify(entry)
 

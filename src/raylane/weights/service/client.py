@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raylane import _ray
 from raylane.core.deadline import Cancellation, Deadline
@@ -47,9 +48,14 @@ class CatalogueClient:
         self._session = weakref.ref(_ray.session())
 
     def _start(self) -> Any:
-        # The concurrency is that of callers that wait.
         name = f"{CATALOGUE_NAME}{self._job or 'all'}"
-        return start_actor(Catalogue, name, self._job, max_concurrency=10_000)
+        with contextlib.suppress(ValueError):
+            return ray.get_actor(name, NAMESPACE)
+        # Beside the driver, with which all ends: the end of another host must not take the list of versions along.
+        node = None if self._job is None else _ray.driver_node(self._job)
+        place = None if node is None else NodeAffinitySchedulingStrategy(node, soft=True)
+        # The concurrency is that of callers that wait.
+        return start_actor(Catalogue, name, self._job, max_concurrency=10_000, scheduling_strategy=place)
 
     def call(self, method: str, *args: Any, deadline: Deadline, **options: Any) -> Any:
         """Return the answer of a method of the catalogue. A catalogue that has died is started again, without names.

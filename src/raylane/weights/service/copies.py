@@ -5,22 +5,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import logging
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import ray
 
-from raylane.errors import WeightsTimeoutError
+from raylane.errors import WeightsError, WeightsTimeoutError
 from raylane.weights.chunks.patches import SlotVersion
 from raylane.weights.chunks.spread import Spread, Transfer
 from raylane.weights.service.keeper import SILENCE_S, Fetch, Turn
 from raylane.weights.state.ledger import Ledger, Version, VersionState
 
+_log = logging.getLogger(__name__)
+
 ASK_S = 5.0
 """Seconds after which a keeper that still works on a call is asked for another answer, and again."""
 PAUSE_S = 0.5
 """Seconds between two attempts: on a busy machine Ray calls a living actor unavailable for a moment."""
+FURTHER_S = 600.0
+"""Seconds in which a version must have come to a further host."""
 
 
 async def answered(keeper: Any, host: str, call: Awaitable[Any]) -> Any:
@@ -37,6 +42,20 @@ async def answered(keeper: Any, host: str, call: Awaitable[Any]) -> Any:
     finally:
         task.cancel()  # does nothing to one that has ended
     return task.result()
+
+
+async def copy_further(copy: Callable[..., Awaitable[Any]], name: str, version: Version) -> None:
+    """Bring parts of a version to further hosts, as many as its generation says, by `copy` of the catalogue."""
+
+    async def bring(host: str, parts: list[str]) -> None:
+        wanted = {part: list(range(version.spread(part).chunks)) for part in parts}
+        try:
+            await copy(name, version.number, host, wanted, FURTHER_S)
+        except (WeightsError, ray.exceptions.RayError) as error:
+            text = "version %d of %r was not copied to node %s, so it is lost if another host dies: %s"
+            _log.warning(text, version.number, name, host, error)
+
+    await asyncio.gather(*(bring(*each) for each in version.generation.further_parts().items()))
 
 
 class Copies:
@@ -114,11 +133,11 @@ class Copies:
             return
         digests = []
         for part in version.generation.stored.parts:
-            holder = version.holder(part) if version.state is VersionState.COMMITTED else None
-            if holder is None:
+            holders = version.holders(part) if version.state is VersionState.COMMITTED else []
+            if not holders:
                 return
-            path = _path(version, part, holder)
-            digests.append(self._keeper(holder).digest.remote(path, version.number))
+            path = _path(version, part, holders[0])
+            digests.append(self._keeper(holders[0]).digest.remote(path, version.number))
         with contextlib.suppress(ray.exceptions.RayActorError):
             found = await asyncio.gather(*digests)
             if all(found):

@@ -21,7 +21,7 @@ import enum
 import hashlib
 import secrets
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
@@ -96,6 +96,8 @@ class Generation:
     """Part that each rank writes."""
     same: Mapping[str, str]
     stored: StoredLayout
+    copies: int = 1
+    """Number of hosts that are to have each part."""
     slots: dict[tuple[str, str], list[str]] = field(default_factory=dict)
     """Paths of slots by the host that has them, and the part that is in them."""
     being_made: set[tuple[str, str]] = field(default_factory=set)
@@ -116,6 +118,16 @@ class Generation:
     def own_parts(self, host: str) -> list[str]:
         """Return the parts that ranks of a host write, and for which it has slots."""
         return [part for part in dict.fromkeys(self.parts) if host_of(part) == host and (host, part) in self.slots]
+
+    def further_parts(self) -> dict[str, list[str]]:
+        """Return the parts that hosts are to have besides their own: each part is on the next hosts of ranks too."""
+        hosts = list(dict.fromkeys(map(host_of, self.parts)))
+        parts = defaultdict[str, list[str]](list)
+        for part in dict.fromkeys(self.parts):
+            after = hosts.index(host_of(part)) + 1
+            for place in range(after, after + min(self.copies, len(hosts)) - 1):
+                parts[hosts[place % len(hosts)]].append(part)
+        return parts
 
     def part_bytes(self, part: str) -> int:
         """Return the size of a part."""
@@ -207,13 +219,17 @@ class Version:
             if part not in spreads or host in spreads[part].holders
         }
 
-    def holder(self, part: str) -> str | None:
-        """Return a host that has a part whole."""
-        if part in self.own_paths(host_of(part)):
-            return host_of(part)
+    def holders(self, part: str) -> list[str]:
+        """Return the hosts that have a part whole, the one of its ranks first."""
         spread = self.spreads.get(part)
-        whole = [] if spread is None else [host for host, has in spread.holders.items() if len(has) == spread.chunks]
-        return whole[0] if whole else None
+        if spread is None:
+            return [host_of(part)] if part in self.own_paths(host_of(part)) else []
+        whole = [host for host, has in spread.holders.items() if len(has) == spread.chunks]
+        return sorted(map(host_of, whole), key=host_of(part).__ne__)
+
+    def copies(self) -> int:
+        """Return the least number of hosts that have a part whole."""
+        return min(len(self.holders(part)) for part in set(self.generation.parts))
 
     def hosts(self) -> list[str]:
         """Return the hosts that have a part, or chunks of one."""
@@ -319,17 +335,17 @@ class Ledger:
     def _generation_of(self, members: Mapping[int, RankRegistration]) -> Generation:
         """Return the newest generation if it has the layouts of these ranks, or a new one. WeightsLayoutError."""
         ranks = [members[rank] for rank in range(len(members))]
-        keep, delta = ranks[0].keep, ranks[0].delta
+        keep, delta, copies = ranks[0].keep, ranks[0].delta, ranks[0].copies
         layouts, parts = tuple(rank.layout for rank in ranks), tuple(rank.part for rank in ranks)
         same = {name: first for rank in ranks for name, first in rank.same.items()}
         newest = self.generations[-1] if self.generations else None
         if newest is not None:
-            known = newest.keep, newest.delta, newest.parts, newest.same, newest.layouts
-            if known == (keep, delta, parts, same, layouts):
+            known = newest.keep, newest.delta, newest.copies, newest.parts, newest.same, newest.layouts
+            if known == (keep, delta, copies, parts, same, layouts):
                 return newest
         stored = store(layouts, parts, same, on_device=ranks[0].on_device)
         self._generation_numbers += 1
-        self.generations.append(Generation(self._generation_numbers, keep, delta, layouts, parts, same, stored))
+        self.generations.append(Generation(self._generation_numbers, keep, delta, layouts, parts, same, stored, copies))
         return self.generations[-1]
 
     def _replaced(self, rank: int) -> WeightsError:

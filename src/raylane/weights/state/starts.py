@@ -66,6 +66,8 @@ class RankRegistration(NamedTuple):
     """True if the rank computes digests of what it publishes."""
     on_device: bool = False
     """True if the rank keeps what it publishes in memory of its CUDA device."""
+    copies: int = 1
+    """Number of hosts that are to have each part of a version."""
     trainer: str | None = None
     """Text of the user that is the same for all ranks of one start, and of no other start."""
     start: StartKey | None = None
@@ -81,9 +83,9 @@ class RankRegistration(NamedTuple):
         """Name of the part that the rank writes."""
         return part_name(self.host, self.rank, self.on_device)
 
-    def options(self) -> tuple[int, int, DeltaOptions, bool, bool, str | None]:
+    def options(self) -> tuple[int, int, DeltaOptions, bool, bool, int, str | None]:
         """Return what all ranks of a start have in common."""
-        return self.world, self.keep, self.delta, self.digests, self.on_device, self.trainer
+        return self.world, self.keep, self.delta, self.digests, self.on_device, self.copies, self.trainer
 
 
 class StartState(enum.Enum):
@@ -183,7 +185,7 @@ class Start:
     """One start of a trainer."""
 
     key: StartKey
-    options: tuple[int, int, DeltaOptions, bool, bool, str | None]
+    options: tuple[int, int, DeltaOptions, bool, bool, int, str | None]
     members: dict[int, RankRegistration] = field(default_factory=dict)
     """Registrations by rank."""
     ended: set[str] = field(default_factory=set)
