@@ -27,7 +27,7 @@ BUDGETS = {
     "testing": 206,
     "training": 7668,
     "transport": 7790,
-    "weights": 7046,
+    "weights": 7053,
     "workers": 1741,
 }
 """Lines of code of each package, and of the modules beside them, without docstrings, comments and blank lines.

@@ -316,6 +316,12 @@ def test_waits_name_what_is_missing(start: Start) -> None:
     assert ray.get(other.publish.remote(1)) == 1
     with pytest.raises(WeightsTimeoutError, match=r"of 1 readers of 'policy', \[.*\] have not taken version 1"):
         ray.get(trainer.wait.remote(1, 0.3))
+    alone = weights.Publisher("alone", {"w": torch.zeros(1)}, world=2)
+    waiting = alone.publish_async(1, timeout=600)
+    alone.close(cancel=True)
+    with pytest.raises(WeightsError, match="the publisher of .* was closed"):
+        waiting.result(60)
+    weights.drop("alone")
 
 
 @pytest.mark.claim("weights", "missing, surplus and misshapen tensors are named before anything is written")

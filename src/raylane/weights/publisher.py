@@ -294,10 +294,15 @@ class Publisher:
         whole_number("version", version, 1)
         self._catalogue.call(method, self.name, version, self._life, "publisher", deadline=Deadline.of_call(timeout))
 
-    def close(self) -> None:
-        """Close this rank's end, after publications under way. Its versions stay, unless they are on a device."""
+    def close(self, *, cancel: bool = False) -> None:
+        """Close this rank's end, after publications under way. Its versions stay, unless they are on a device.
+
+        With `cancel`, a publication that waits for other ranks ends with WeightsError: one of them has died, perhaps.
+        """
         with self._starting:
             self._closed = True
+        if cancel:
+            self._leave()
         if self._executor is not None:
             self._executor.shutdown()  # its publications have deadlines of their own
         with locked(self._lock, Deadline.of_call(None), f"the publisher of {self.name!r} cannot be closed"):

@@ -74,8 +74,8 @@ class PublishedWeights:
         self.step = step
 
     def close(self) -> None:
-        """Close this rank's end; the versions stay."""
-        self._publisher.close()
+        """Close this rank's end; the versions stay. Does not wait for ranks that have died."""
+        self._publisher.close(cancel=True)
 
 
 def merged_weights(model: RunModel, weights: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:

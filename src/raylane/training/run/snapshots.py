@@ -158,9 +158,9 @@ class Snapshots:
         return step
 
     def close(self) -> None:
-        """Close this rank's end; the versions stay."""
+        """Close this rank's end; the versions stay. Does not wait for ranks that have died."""
         if self._publisher is not None:
-            self._publisher.close()
+            self._publisher.close(cancel=True)
 
 
 def _warn(step: int | None, error: Exception) -> None:

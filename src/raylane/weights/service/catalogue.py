@@ -99,8 +99,7 @@ class Catalogue:
         """Take a rank in; return the start of the trainer to which it belongs. The last rank decides on `max_lag`."""
         entry = self._named(name)
         async with entry.registering:
-            start = entry.ledger.start
-            asked = [] if start is None else start.asked(registration)
+            asked = [] if entry.ledger.start is None else entry.ledger.start.asked(registration)
             hosts = {publisher.host for publisher in asked}
             answers = [self._ended_publishers(host, [each for each in asked if each.host == host]) for host in hosts]
             ended = {token for tokens in await asyncio.gather(*answers) for token in tokens}
@@ -119,8 +118,9 @@ class Catalogue:
 
     async def close_publisher(self, name: str, token: str) -> None:
         """Note that a publisher publishes no more, so that another one may take its place."""
-        if name in self._entries:
-            self._entries[name].ledger.close(token)
+        if entry := self._entries.get(name):
+            entry.ledger.close(token)
+            await self._notify(entry)
 
     async def begin(
         self, name: str, key: RankKey, known: GenerationKey | None, step: int, timeout_s: float | None
@@ -137,11 +137,12 @@ class Catalogue:
             ranks = version.missing() if version is not None else []
             return f"ranks {ranks} have not published step {version.step if version else step} of {name!r}"
 
-        await self._wait(entry, lambda: start.state is not StartState.FORMING, deadline.left_s(), unregistered)
+        opened = functools.partial(start.of_open, key)
+        await self._wait(entry, lambda: opened().state is not StartState.FORMING, deadline.left_s(), unregistered)
         host, part = start.members[rank].host, start.members[rank].part
         if start is ledger.start:  # an earlier catalogue may have counted further
             await self._slots(entry, ledger.generations[-1], host, part, 0)
-        version = await self._wait(entry, lambda: ledger.begin(start, rank, step), deadline.left_s(), missing)
+        version = await self._wait(entry, lambda: ledger.begin(opened(), rank, step), deadline.left_s(), missing)
         generation = version.generation
         paths = await self._slots(entry, generation, host, part, version.slot)
         ranks = generation.ranks_of(part)
@@ -250,8 +251,7 @@ class Catalogue:
         `used` is the version that the reader uses. One that is not known here had joined an earlier catalogue, and
         joins again.
         """
-        name, host = key.name, key.host
-        entry = self._entry(name)
+        name, host, entry = key.name, key.host, self._entry(key.name)
         if self._join(key, used):
             await self._notify(entry)
 
@@ -307,8 +307,8 @@ class Catalogue:
             # A version that newer ones have retired meanwhile is held until its copies have arrived: else readers of a
             # slow link would never get one from a fast trainer.
             failed[:] = [reason for spread in spreads if (reason := spread.reason(host))]
-            gone = version.state is VersionState.LOST
-            return bool(failed) or gone or not any(spread.missing(host) for spread in spreads)
+            lost, missing = version.state is VersionState.LOST, any(spread.missing(host) for spread in spreads)
+            return bool(failed) or lost or not missing
 
         def missing() -> str:
             counts = [f"{len(spread.missing(host))} of {spread.chunks} from {spread.source}" for spread in spreads]

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from raylane.core.state_table import StateTable
+from raylane.errors import WeightsError
 from raylane.weights.chunks.delta import DeltaOptions
 from raylane.weights.layout.boxes import Layout, part_name
 
@@ -205,6 +206,12 @@ class Start:
         """Return True if a rank belongs to this start."""
         member = self.members.get(key.rank)
         return self.key == key.start and member is not None and member.publisher.token == key.token
+
+    def of_open(self, key: RankKey) -> Start:
+        """Return this start, for a rank that waits. WeightsError if its publisher was closed meanwhile."""
+        if key.token in self.ended:
+            raise WeightsError(f"the publisher of rank {key.rank} was closed while it waited for other ranks")
+        return self
 
     def advance(self, event: StartEvent) -> None:
         """Change the state as the table says."""
