@@ -106,7 +106,7 @@ test-versions: setup
 faults: setup
 	$(if $(SOAK),RAYLANE_SOAK_S=3600) $(PYTEST) $(SIDE_BY_SIDE) -m 'faults and not matrix' $(ARGS)
 	$(if $(ARGS),,RAYLANE_KILLS=500 $(PYTEST) -s tests/weights/test_kills.py tests/workers/test_kills.py \
-	  tests/graph/test_kills.py)
+	  tests/graph/test_kills.py && RAYLANE_KILLS=100 $(PYTEST) -s tests/sft/test_kills.py tests/rl/test_kills.py)
 
 gpu: setup
 	$(PYTEST) tests/gpu $(ARGS)
