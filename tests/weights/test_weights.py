@@ -319,7 +319,7 @@ def test_waits_name_what_is_missing(start: Start) -> None:
     alone = weights.Publisher("alone", {"w": torch.zeros(1)}, world=2)
     waiting = alone.publish_async(1, timeout=600)
     alone.close(cancel=True)
-    with pytest.raises(WeightsError, match="the publisher of .* was closed"):
+    with pytest.raises(WeightsError, match=r"the publisher of .* was closed"):
         waiting.result(60)
     weights.drop("alone")
 
